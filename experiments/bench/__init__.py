@@ -1,0 +1,1 @@
+"""Benchmarks against named peers: `python -m experiments.bench SUBJECT`."""

@@ -1,0 +1,30 @@
+"""Eight virtual CPU devices for every test; compiled code is cached between runs."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def make_mesh():
+    """`make_mesh(data=2, fsdp=1, tensor=1)` → a mesh on the first virtual devices."""
+
+    def build(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
+        count = data * fsdp * tensor
+        devices = np.array(jax.devices()[:count]).reshape(data, fsdp, tensor)
+        return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+    return build
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
