@@ -17,8 +17,7 @@ import hashlib
 import json
 import types
 import typing
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import ml_collections
 
@@ -46,7 +45,15 @@ class SourceConfig:
         " (`tfds:name/config`), hub name (`hub:owner/name`), or `builtin:name`",
     )
     split: str = key("train", "split of a TFDS, hub or built-in data set")
-    layout: str = key(
+    layout: Literal[
+        "auto",
+        "instruction_response",
+        "alpaca",
+        "prompt_completion",
+        "messages",
+        "conversations",
+        "columns",
+    ] = key(
         "auto",
         "auto | instruction_response | alpaca | prompt_completion | messages |"
         " conversations | columns",
@@ -75,8 +82,10 @@ class DataConfig:
         " path of a jinja file",
     )
     max_length: int = key(512, "longest example, in tokens; longer ones are cut")
-    on_error: str = key("stop", "stop | skip: rows that can't be used end the run")
-    drop_duplicates: str = key(
+    on_error: Literal["stop", "skip"] = key(
+        "stop", "stop | skip: rows that can't be used end the run"
+    )
+    drop_duplicates: Literal["none", "exact", "normalized"] = key(
         "exact", "none | exact | normalized (case and white space ignored)"
     )
     max_line_bytes: int = key(4_000_000, "longest line of a text file, in bytes")
@@ -101,8 +110,12 @@ class ModelConfig:
     """The model that is trained (and that makes the features)."""
 
     path: str = key("builtin", "Hugging Face directory, or `builtin`")
-    param_dtype: str = key("float32", "float32 | bfloat16: type of the masters")
-    compute_dtype: str = key("float32", "float32 | bfloat16: type of activations")
+    param_dtype: Literal["float32", "bfloat16"] = key(
+        "float32", "float32 | bfloat16: type of the masters"
+    )
+    compute_dtype: Literal["float32", "bfloat16"] = key(
+        "float32", "float32 | bfloat16: type of activations"
+    )
     lora: LoraConfig = group(LoraConfig, "low-rank adapters")
 
 
@@ -110,7 +123,9 @@ class ModelConfig:
 class FeaturesConfig:
     """Gradient features (METHOD §1)."""
 
-    kind: str = key("proxy", "proxy | head | probe | per_example")
+    kind: Literal["proxy", "head", "probe", "per_example"] = key(
+        "proxy", "proxy | head | probe | per_example"
+    )
     dim: int | None = key(None, "final width by a seeded projection; None = as is")
     k_in: int = key(16, "probe, head: rows of the input projection")
     k_out: int = key(16, "probe, head: rows of the output projection")
@@ -121,18 +136,26 @@ class FeaturesConfig:
     parameters: tuple[str, ...] = key(
         (r".*",), "per_example: regular expressions of parameter paths"
     )
-    projection: str = key("rademacher", "identity | rademacher | normal | sparse")
+    projection: Literal["identity", "rademacher", "normal", "sparse"] = key(
+        "rademacher", "identity | rademacher | normal | sparse"
+    )
     block_size: int = key(65536, "per_example: gradient entries projected at a time")
     seed: int = key(0, "seed of the projections")
-    center: str = key("none", "none | mean: subtract the mean raw feature first")
+    center: Literal["none", "mean"] = key(
+        "none", "none | mean: subtract the mean raw feature first"
+    )
     max_tokens: int | None = key(None, "longest input of the pass, in tokens")
     num_layers: int | None = key(None, "only the first layers, then norm and head")
     model: str = key("", "another, smaller model for the pass; '' = the trained one")
-    compute_dtype: str = key("", "'' = model.compute_dtype | float32 | bfloat16")
+    compute_dtype: Literal["", "float32", "bfloat16"] = key(
+        "", "'' = model.compute_dtype | float32 | bfloat16"
+    )
     during_first_epoch: bool = key(
         False, "take the features from the training passes of a first full epoch"
     )
-    store_dtype: str = key("float32", "float32 | float16: type on disk")
+    store_dtype: Literal["float32", "float16"] = key(
+        "float32", "float32 | float16: type on disk"
+    )
     store_dir: str = key("", "feature store; '' = in the workdir")
     agreement_sample: int = key(
         0, "examples on which a cheaper pass is compared with the full one"
@@ -148,7 +171,9 @@ class ClusteringConfig:
     num_restarts: int = key(10, "independent k-means++ starts; the best wins")
     max_iterations: int = key(300, "most Lloyd iterations of a start")
     tol: float = key(1e-4, "stop at centre shift < tol × mean feature variance")
-    metric: str = key("euclidean", "euclidean | spherical")
+    metric: Literal["euclidean", "spherical"] = key(
+        "euclidean", "euclidean | spherical"
+    )
     min_cluster_size: int = key(10, "floor: smaller clusters are dissolved, examples")
     capacity_factor: float = key(1.5, "largest cluster allowed, in units of N / K")
     restart_sample: int | None = key(
@@ -162,29 +187,57 @@ class ClusteringConfig:
 class SelectionConfig:
     """Which examples are kept, and the weights that make up for it (METHOD §3–4)."""
 
-    method: str = key(
+    method: Literal[
+        "cluster",
+        "full",
+        "random",
+        "stratified",
+        "uniform",
+        "highest_loss",
+        "largest_norm",
+        "k_center",
+        "near_duplicate",
+        "target",
+    ] = key(
         "cluster",
         "cluster | full | random | stratified | uniform | highest_loss | largest_norm |"
         " k_center | near_duplicate | target",
     )
-    quota: str = key("min", "cluster: min (the paper's) | waterfill")
+    quota: Literal["min", "waterfill"] = key(
+        "min", "cluster: min (the paper's) | waterfill"
+    )
     ratio: float = key(0.75, "quota=min: share of the smallest cluster, in (0, 1]")
     target_fraction: float = key(
         0.5, "waterfill and the baselines: share of the data kept, in (0, 1]"
     )
-    budget: str = key(
+    budget: Literal["examples", "tokens"] = key(
         "examples",
         "what target_fraction counts for the baselines: examples | tokens (labels)",
     )
     num_kept: int | None = key(None, "baselines: examples kept, instead of a fraction")
-    keep: str = key(
+    keep: Literal[
+        "farthest",
+        "nearest",
+        "mixed",
+        "random",
+        "largest_norm",
+        "k_center",
+        "herding",
+        "all",
+    ] = key(
         "farthest",
         "farthest (the paper's) | nearest | mixed | random | largest_norm | k_center |"
         " herding | all",
     )
-    share: str = key("examples", "π_c from: examples (the paper's) | tokens (labels)")
-    weighting: str = key("share", "share (the paper's) | sqrt | uniform | none")
-    normalise: str = key("token", "token | example: the mean inside a cluster")
+    share: Literal["examples", "tokens"] = key(
+        "examples", "π_c from: examples (the paper's) | tokens (labels)"
+    )
+    weighting: Literal["share", "sqrt", "uniform", "none"] = key(
+        "share", "share (the paper's) | sqrt | uniform | none"
+    )
+    normalise: Literal["token", "example"] = key(
+        "token", "token | example: the mean inside a cluster"
+    )
     min_kept_fraction: float = key(0.05, "a plan that keeps less stops, in [0, 1]")
     must_keep: tuple[str, ...] = key((), "uids that are always kept")
     never_keep: tuple[str, ...] = key((), "uids that are never kept")
@@ -202,10 +255,16 @@ class AllocationConfig:
     batch_size: int = key(32, "B, examples of one optimiser step over all devices")
     num_epochs: float = key(2.0, "passes over the kept examples; whole epochs")
     max_steps: int | None = key(None, "stop after this many steps; None = all epochs")
-    order: str = key("shuffled", "shuffled | herded, within clusters")
+    order: Literal["shuffled", "herded"] = key(
+        "shuffled", "shuffled | herded, within clusters"
+    )
     herding_pool: int = key(0, "herded: candidates looked at per pick; 0 = all")
-    placement: str = key("spread", "spread | dedicated (the paper's)")
-    last_step: str = key("pad", "pad | drop: the incomplete last step of an epoch")
+    placement: Literal["spread", "dedicated"] = key(
+        "spread", "spread | dedicated (the paper's)"
+    )
+    last_step: Literal["pad", "drop"] = key(
+        "pad", "pad | drop: the incomplete last step of an epoch"
+    )
     packing: bool = key(True, "several examples in one row")
     row_length: int | None = key(None, "T of packed rows, tokens; None = max_length")
     accumulation_steps: int = key(1, "A, micro-steps of one optimiser step")
@@ -216,9 +275,11 @@ class AllocationConfig:
 class OptimizerConfig:
     """Optax optimiser and learning-rate schedule."""
 
-    name: str = key("adamw", "adamw | adafactor | sgd")
+    name: Literal["adamw", "adafactor", "sgd"] = key("adamw", "optax optimiser")
     learning_rate: float = key(5e-4, "peak learning rate")
-    schedule: str = key("cosine", "constant | linear | cosine (decay to final_scale)")
+    schedule: Literal["constant", "linear", "cosine"] = key(
+        "cosine", "constant | linear | cosine (decay to final_scale)"
+    )
     final_scale: float = key(0.0, "learning rate at the end / peak")
     warmup_steps: int = key(10, "linear warm-up, in optimiser steps")
     weight_decay: float = key(0.0, "decoupled weight decay, on matrices only")
@@ -237,7 +298,9 @@ class TrainConfig:
     """The training loop."""
 
     optimizer: OptimizerConfig = group(OptimizerConfig, "optimiser and schedule")
-    nonfinite: str = key("stop", "stop | skip: what a non-finite step does")
+    nonfinite: Literal["stop", "skip"] = key(
+        "stop", "stop | skip: what a non-finite step does"
+    )
     log_every: int = key(10, "steps between lines of metrics.jsonl")
     eval_every: int = key(0, "steps between evaluations; 0 = start and end only")
     statistics_every: int = key(
@@ -284,7 +347,9 @@ class PerfConfig:
     eval_batch_tokens: int = key(8192, "tokens per device and evaluation batch")
     kmeans_block: int = key(8192, "rows of one block of distances")
     vocab_chunk: int = key(8192, "vocabulary entries of one chunk of logits")
-    remat: str = key("none", "none | full | dots: what the backward pass recomputes")
+    remat: Literal["none", "full", "dots"] = key(
+        "none", "none | full | dots: what the backward pass recomputes"
+    )
     prefetch: int = key(2, "batches prepared ahead")
     steps_in_flight: int = key(0, "steps dispatched ahead; 0 = 1 on CPU, 2 elsewhere")
     async_checkpoints: bool = key(True, "write checkpoints in the background")
@@ -305,7 +370,9 @@ class ReportConfig:
 class Config:
     """A whole run."""
 
-    stages: str = key(
+    stages: Literal[
+        "all", "data", "features", "cluster", "select", "train", "report"
+    ] = key(
         "all", "all | data | features | cluster | select | train | report: the last one"
     )
     seed: int = key(0, "added to every other seed")
@@ -374,6 +441,8 @@ def _types(cls: type) -> dict[str, Any]:
 
 
 def _type_name(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return " | ".join(map(repr, typing.get_args(kind)))
     if isinstance(kind, type) and not typing.get_args(kind):
         return kind.__name__
     return str(kind).replace("clusterjax.config.", "")
@@ -405,7 +474,7 @@ def _to_config_dict(value: Any) -> ml_collections.ConfigDict:
     return result.lock()
 
 
-def _from_mapping(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
+def _from_mapping(cls: type, values: ml_collections.ConfigDict, prefix: str) -> Any:
     kinds = _types(cls)
     for name in values:
         if name not in kinds:
@@ -422,12 +491,24 @@ def _from_mapping(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
     return cls(**parts)
 
 
+def _choice(choices: tuple[str, ...], value: Any, name: str) -> str:
+    if value in choices:
+        return value
+    near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise errors.ConfigError(
+        f"{name}={value!r} is not one of {', '.join(map(repr, choices))}{hint}"
+    )
+
+
 def _convert(kind: Any, value: Any, name: str) -> Any:
     if value is None and _is_optional(kind):
         return None
     kind = _bare(kind)
+    if typing.get_origin(kind) is Literal:
+        return _choice(typing.get_args(kind), value, name)
     if dataclasses.is_dataclass(kind):
-        if isinstance(value, Mapping):
+        if isinstance(value, ml_collections.ConfigDict):
             return _from_mapping(typing.cast(type, kind), value, name + ".")
     elif typing.get_origin(kind) is tuple:
         item_kind = typing.get_args(kind)[0]

@@ -20,7 +20,9 @@ def make_mesh():
     def build(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
         count = data * fsdp * tensor
         devices = np.array(jax.devices()[:count]).reshape(data, fsdp, tensor)
-        return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+        return Mesh(
+            devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3
+        )
 
     return build
 
