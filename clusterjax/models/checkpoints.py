@@ -1,0 +1,243 @@
+"""Decoders in Hugging Face form: a directory with config.json and safetensors.
+
+Reading is memory-mapped and goes tensor by tensor, in the case of a mesh shard by
+shard, so that the host never holds the model a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+from flax import nnx
+
+from clusterjax import errors
+from clusterjax.models import decoder
+from clusterjax.models import hf_config
+from clusterjax.models import parameters
+
+# Where a parameter goes: its path and dimension names to a sharding.
+ShardingRule = Callable[[parameters.Path, tuple[str, ...]], jax.sharding.Sharding]
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+def load_decoder(
+    path: str | os.PathLike[str],
+    *,
+    param_dtype: str = "float32",
+    compute_dtype: str = "float32",
+    remat: str = "none",
+    sharding: ShardingRule | None = None,
+) -> decoder.Decoder:
+    """Reads a decoder from a Hugging Face directory.
+
+    Args:
+      path: directory with config.json and model.safetensors, or an index and shards.
+      param_dtype, compute_dtype, remat: as in `DecoderConfig`.
+      sharding: where each parameter goes; None: the default device.
+
+    Raises:
+      errors.CheckpointError: a file, key or tensor that is missing, unexpected, of
+        another shape or damaged; the message names it.
+    """
+    folder = pathlib.Path(path)
+    where = folder / "config.json"
+    if not where.is_file():
+        raise errors.CheckpointError(
+            f"{where} does not exist; expected a Hugging Face model directory"
+        )
+    config = hf_config.parse(
+        where.read_text(encoding="utf-8"),
+        str(where),
+        param_dtype=param_dtype,
+        compute_dtype=compute_dtype,
+        remat=remat,
+    )
+    table = parameters.table(config)
+    with _open_tensors(folder) as tensors:
+        _check_tensors(tensors, table, config, folder)
+        arrays = {
+            item_path: _read(tensors, item_path, item, param_dtype, sharding)
+            for item_path, item in table.items()
+        }
+    return assemble(config, arrays)
+
+
+def assemble(
+    config: decoder.DecoderConfig, arrays: Mapping[parameters.Path, Any]
+) -> decoder.Decoder:
+    """Builds a decoder from its parameters by path, without drawing any first."""
+    abstract = nnx.eval_shape(lambda: decoder.Decoder(config, nnx.Rngs(0)))
+    graph, state = nnx.split(abstract, nnx.Param)
+    filled = [
+        (path, variable.replace(arrays[path]))
+        for path, variable in nnx.to_flat_state(state)
+    ]
+    return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def save_decoder(model: decoder.Decoder, path: str | os.PathLike[str]) -> None:
+    """Writes a directory that transformers and vLLM load with the same logits.
+
+    The directory appears (or replaces an earlier one) only when it is whole.
+
+    Raises:
+      errors.CheckpointError: no Hugging Face architecture describes this decoder.
+    """
+    table = parameters.table(model.config)
+    flat = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    tensors: dict[str, np.ndarray] = {}
+    for item_path, item in table.items():
+        value = np.asarray(flat[item_path][...])
+        layers = value if item.stacked else value[None]
+        for name, layer in zip(item.tensor_names(), layers, strict=True):
+            layer = layer.T if item.transposed else layer
+            tensors[name] = np.ascontiguousarray(layer)
+    dtype = str(tensors["model.embed_tokens.weight"].dtype)
+    config_text = hf_config.dump(model.config, dtype)
+    folder = pathlib.Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / (_SINGLE + ".partial")
+    safetensors.numpy.save_file(tensors, partial, metadata={"format": "pt"})
+    _write_text(folder / "config.json", config_text)
+    os.replace(partial, folder / _SINGLE)
+
+
+def _write_text(path: pathlib.Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+@contextlib.contextmanager
+def _open_tensors(folder: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Yields tensor name to the open safetensors file that holds it."""
+    names = _weight_files(folder)
+    with contextlib.ExitStack() as stack:
+        result: dict[str, Any] = {}
+        for name in names:
+            try:
+                file = stack.enter_context(
+                    safetensors.safe_open(folder / name, framework="numpy")
+                )
+            except (OSError, safetensors.SafetensorError) as error:
+                raise errors.CheckpointError(
+                    f"{folder / name} cannot be read: {error}"
+                ) from None
+            result.update(dict.fromkeys(file.keys(), file))
+        yield result
+
+
+def _weight_files(folder: pathlib.Path) -> list[str]:
+    """Names of the safetensors files: those of the index, or the single one."""
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted(set(weight_map.values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise errors.CheckpointError(f"{index} is damaged: {error!r}") from None
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise errors.CheckpointError(
+                f"{index} lists files that do not exist: {', '.join(missing)}"
+            )
+        return names
+    if (folder / _SINGLE).is_file():
+        return [_SINGLE]
+    found = sorted(item.name for item in folder.iterdir() if item.is_file())
+    raise errors.CheckpointError(
+        f"{folder} has neither {_SINGLE} nor {_INDEX}; it has {', '.join(found)}"
+    )
+
+
+def _check_tensors(
+    tensors: Mapping[str, Any],
+    table: Mapping[parameters.Path, parameters.Parameter],
+    config: decoder.DecoderConfig,
+    folder: pathlib.Path,
+) -> None:
+    """Compares names and shapes with what the config calls for; reads no weights."""
+    expected = {
+        name: item.tensor_shape
+        for item in table.values()
+        for name in item.tensor_names()
+    }
+    # Buffers that old releases saved, and the second name of a tied matrix.
+    ignored = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}
+    if config.tie_embeddings:
+        ignored.add("lm_head.weight")
+    problems = []
+    missing = sorted(expected.keys() - tensors.keys())
+    if missing:
+        problems.append(f"missing tensors: {_some(missing)}")
+    extra = sorted(tensors.keys() - expected.keys() - ignored)
+    if extra:
+        problems.append(f"unexpected tensors: {_some(extra)}")
+    for name in sorted(expected.keys() & tensors.keys()):
+        shape = tuple(tensors[name].get_slice(name).get_shape())
+        if shape != expected[name]:
+            problems.append(
+                f"{name} has shape {shape}, config.json calls for {expected[name]}"
+            )
+    if problems:
+        raise errors.CheckpointError(f"{folder}: {'; '.join(problems[:8])}")
+
+
+def _some(names: list[str], limit: int = 6) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _read(
+    tensors: Mapping[str, Any],
+    path: parameters.Path,
+    item: parameters.Parameter,
+    dtype: str,
+    sharding: ShardingRule | None,
+) -> jax.Array:
+    """Reads one parameter into its sharding; only one shard at a time is on the host."""
+
+    def shard(index: tuple[slice, ...]) -> np.ndarray:
+        names = item.tensor_names()
+        layer_slice, rest = (
+            (index[0], index[1:]) if item.stacked else (slice(None), index)
+        )
+        chosen = names[layer_slice]
+        rest = rest[::-1] if item.transposed else rest
+        first = _slice(tensors, chosen[0], rest)
+        shape = first.shape[::-1] if item.transposed else first.shape
+        result = np.empty((len(chosen), *shape), jnp.dtype(dtype))
+        for i, name in enumerate(chosen):
+            part = first if i == 0 else _slice(tensors, name, rest)
+            result[i] = part.T if item.transposed else part
+        return result if item.stacked else result[0]
+
+    if sharding is None:
+        return jnp.asarray(shard((slice(None),) * len(item.shape)))
+    return jax.make_array_from_callback(
+        item.shape, sharding(path, item.dimensions), shard
+    )
+
+
+def _slice(
+    tensors: Mapping[str, Any], name: str, index: tuple[slice, ...]
+) -> np.ndarray:
+    part = tensors[name].get_slice(name)[index]
+    if part.dtype.kind not in "fV" and part.dtype.name != "bfloat16":
+        raise errors.CheckpointError(
+            f"{name} has dtype {part.dtype}; expected float32, float16 or bfloat16"
+        )
+    return part
