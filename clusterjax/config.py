@@ -253,7 +253,7 @@ class AllocationConfig:
     """The schedule: which step holds which examples, and where (METHOD §5)."""
 
     batch_size: int = key(32, "B, examples of one optimiser step over all devices")
-    num_epochs: float = key(2.0, "passes over the kept examples; whole epochs")
+    num_epochs: int = key(2, "passes over the kept examples")
     max_steps: int | None = key(None, "stop after this many steps; None = all epochs")
     order: Literal["shuffled", "herded"] = key(
         "shuffled", "shuffled | herded, within clusters"
@@ -412,10 +412,14 @@ def resolve(config: ml_collections.ConfigDict) -> Config:
 
 
 def fingerprint(config: Any, *names: str) -> str:
-    """Hash of a config (or of the named groups of it) without `perf` and `report`."""
+    """Hash of a config, or of the named groups of it.
+
+    Leaves out what changes no result: `perf`, `report`, `stages`, and `mesh` (a run may
+    go on with another number of devices).
+    """
     tree = dataclasses.asdict(config)
     chosen = {name: tree[name] for name in names} if names else tree
-    for name in ("perf", "report", "stages"):
+    for name in ("perf", "report", "stages", "mesh"):
         chosen.pop(name, None)
     text = json.dumps(chosen, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
