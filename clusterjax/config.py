@@ -15,6 +15,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import operator
 import types
 import typing
 from typing import Any, Literal
@@ -24,9 +25,19 @@ import ml_collections
 from clusterjax import errors
 
 
-def key(default: Any, text: str) -> Any:
-    """A config key with its default and its meaning (shown by `--help`)."""
-    return dataclasses.field(default=default, metadata={"help": text})
+def key(
+    default: Any,
+    text: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A config key with its default, its meaning (shown by `--help`) and its bounds."""
+    bounds = {"≥": least, "≤": most, ">": above, "<": below}
+    metadata = {"help": text, "bounds": bounds}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def group(cls: type, text: str) -> Any:
@@ -64,7 +75,9 @@ class SourceConfig:
     weight_column: str = key("", "column of user weights (float ≥ 0; 0 drops the row)")
     source_column: str = key("", "column that names the source, instead of `name`")
     group_column: str = key("", "column of ground-truth groups, for coverage figures")
-    max_examples: int | None = key(None, "first rows to take, in rows; None = all")
+    max_examples: int | None = key(
+        None, "first rows to take, in rows; None = all", least=1
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,21 +87,28 @@ class DataConfig:
     sources: tuple[SourceConfig, ...] = key((), "training sources")
     eval_sources: tuple[SourceConfig, ...] = key((), "held-out sources")
     eval_fraction: float = key(
-        0.0, "share of the training rows held out by hash of the text, in [0, 1)"
+        0.0,
+        "share of the training rows held out by hash of the text, in [0, 1)",
+        least=0,
+        below=1,
     )
     template: str = key(
         "auto",
         "auto (the tokenizer's chat template) | chatml | magicoder | alpaca | plain |"
         " path of a jinja file",
     )
-    max_length: int = key(512, "longest example, in tokens; longer ones are cut")
+    max_length: int = key(
+        512, "longest example, in tokens; longer ones are cut", least=2
+    )
     on_error: Literal["stop", "skip"] = key(
         "stop", "stop | skip: rows that can't be used end the run"
     )
     drop_duplicates: Literal["none", "exact", "normalized"] = key(
         "exact", "none | exact | normalized (case and white space ignored)"
     )
-    max_line_bytes: int = key(4_000_000, "longest line of a text file, in bytes")
+    max_line_bytes: int = key(
+        4_000_000, "longest line of a text file, in bytes", least=1
+    )
     cache_dir: str = key("", "tokenised corpora are kept here; '' = in the workdir")
     builtin_dir: str = key("", "built-in data sets are kept here; '' = user cache")
 
@@ -97,9 +117,11 @@ class DataConfig:
 class LoraConfig:
     """Low-rank adapters; rank 0 trains the whole model."""
 
-    rank: int = key(0, "rank of the adapters; 0 = full fine-tuning")
-    alpha: float = key(16.0, "adapters are scaled by alpha / rank")
-    dropout: float = key(0.0, "dropout on the adapter's input, in [0, 1)")
+    rank: int = key(0, "rank of the adapters; 0 = full fine-tuning", least=0)
+    alpha: float = key(16.0, "adapters are scaled by alpha / rank", above=0)
+    dropout: float = key(
+        0.0, "dropout on the adapter's input, in [0, 1)", least=0, below=1
+    )
     targets: tuple[str, ...] = key(
         ("q", "v"), "matrices that get adapters: q k v o gate up down"
     )
@@ -126,9 +148,11 @@ class FeaturesConfig:
     kind: Literal["proxy", "head", "probe", "per_example"] = key(
         "proxy", "proxy | head | probe | per_example"
     )
-    dim: int | None = key(None, "final width by a seeded projection; None = as is")
-    k_in: int = key(16, "probe, head: rows of the input projection")
-    k_out: int = key(16, "probe, head: rows of the output projection")
+    dim: int | None = key(
+        None, "final width by a seeded projection; None = as is", least=1
+    )
+    k_in: int = key(16, "probe, head: rows of the input projection", least=1)
+    k_out: int = key(16, "probe, head: rows of the output projection", least=1)
     layers: tuple[int, ...] = key((), "probe: layers to use; () = all")
     matrices: tuple[str, ...] = key(
         ("q", "k", "v", "o", "gate", "up", "down"), "probe: linear layers to use"
@@ -139,13 +163,17 @@ class FeaturesConfig:
     projection: Literal["identity", "rademacher", "normal", "sparse"] = key(
         "rademacher", "identity | rademacher | normal | sparse"
     )
-    block_size: int = key(65536, "per_example: gradient entries projected at a time")
+    block_size: int = key(
+        65536, "per_example: gradient entries projected at a time", least=1
+    )
     seed: int = key(0, "seed of the projections")
     center: Literal["none", "mean"] = key(
         "none", "none | mean: subtract the mean raw feature first"
     )
-    max_tokens: int | None = key(None, "longest input of the pass, in tokens")
-    num_layers: int | None = key(None, "only the first layers, then norm and head")
+    max_tokens: int | None = key(None, "longest input of the pass, in tokens", least=2)
+    num_layers: int | None = key(
+        None, "only the first layers, then norm and head", least=1
+    )
     model: str = key("", "another, smaller model for the pass; '' = the trained one")
     compute_dtype: Literal["", "float32", "bfloat16"] = key(
         "", "'' = model.compute_dtype | float32 | bfloat16"
@@ -158,28 +186,38 @@ class FeaturesConfig:
     )
     store_dir: str = key("", "feature store; '' = in the workdir")
     agreement_sample: int = key(
-        0, "examples on which a cheaper pass is compared with the full one"
+        0, "examples on which a cheaper pass is compared with the full one", least=0
     )
-    worth_sample: int = key(0, "examples for the whole-model worth figures; 0 = off")
+    worth_sample: int = key(
+        0, "examples for the whole-model worth figures; 0 = off", least=0
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class ClusteringConfig:
     """K-means, floor and capacity (METHOD §2)."""
 
-    num_clusters: int = key(4, "K, clusters before the floor")
-    num_restarts: int = key(10, "independent k-means++ starts; the best wins")
-    max_iterations: int = key(300, "most Lloyd iterations of a start")
-    tol: float = key(1e-4, "stop at centre shift < tol × mean feature variance")
+    num_clusters: int = key(4, "K, clusters before the floor", least=1)
+    num_restarts: int = key(10, "independent k-means++ starts; the best wins", least=1)
+    max_iterations: int = key(300, "most Lloyd iterations of a start", least=1)
+    tol: float = key(
+        1e-4, "stop at centre shift < tol × mean feature variance", least=0
+    )
     metric: Literal["euclidean", "spherical"] = key(
         "euclidean", "euclidean | spherical"
     )
-    min_cluster_size: int = key(10, "floor: smaller clusters are dissolved, examples")
-    capacity_factor: float = key(1.5, "largest cluster allowed, in units of N / K")
-    restart_sample: int | None = key(
-        None, "choose the best start on this many rows; None = on all"
+    min_cluster_size: int = key(
+        10, "floor: smaller clusters are dissolved, examples", least=0
     )
-    mini_batch: int | None = key(None, "rows of a mini-batch; None = full k-means")
+    capacity_factor: float = key(
+        1.5, "largest cluster allowed, in units of N / K", least=1
+    )
+    restart_sample: int | None = key(
+        None, "choose the best start on this many rows; None = on all", least=1
+    )
+    mini_batch: int | None = key(
+        None, "rows of a mini-batch; None = full k-means", least=1
+    )
     seed: int = key(0, "seed of the starts")
 
 
@@ -206,15 +244,22 @@ class SelectionConfig:
     quota: Literal["min", "waterfill"] = key(
         "min", "cluster: min (the paper's) | waterfill"
     )
-    ratio: float = key(0.75, "quota=min: share of the smallest cluster, in (0, 1]")
+    ratio: float = key(
+        0.75, "quota=min: share of the smallest cluster, in (0, 1]", above=0, most=1
+    )
     target_fraction: float = key(
-        0.5, "waterfill and the baselines: share of the data kept, in (0, 1]"
+        0.5,
+        "waterfill and the baselines: share of the data kept, in (0, 1]",
+        above=0,
+        most=1,
     )
     budget: Literal["examples", "tokens"] = key(
         "examples",
         "what target_fraction counts for the baselines: examples | tokens (labels)",
     )
-    num_kept: int | None = key(None, "baselines: examples kept, instead of a fraction")
+    num_kept: int | None = key(
+        None, "baselines: examples kept, instead of a fraction", least=1
+    )
     keep: Literal[
         "farthest",
         "nearest",
@@ -238,13 +283,19 @@ class SelectionConfig:
     normalise: Literal["token", "example"] = key(
         "token", "token | example: the mean inside a cluster"
     )
-    min_kept_fraction: float = key(0.05, "a plan that keeps less stops, in [0, 1]")
+    min_kept_fraction: float = key(
+        0.05, "a plan that keeps less stops, in [0, 1]", least=0, most=1
+    )
     must_keep: tuple[str, ...] = key((), "uids that are always kept")
     never_keep: tuple[str, ...] = key((), "uids that are never kept")
-    min_per_source: int = key(0, "examples kept of every source, at least")
-    near_duplicate_cosine: float = key(0.95, "near_duplicate: same above this cosine")
+    min_per_source: int = key(0, "examples kept of every source, at least", least=0)
+    near_duplicate_cosine: float = key(
+        0.95, "near_duplicate: same above this cosine", above=-1, most=1
+    )
     target_source: str = key("", "target: the eval source that examples should be like")
-    refresh_every: int = key(0, "renew features, clusters, plan; in steps, 0 = never")
+    refresh_every: int = key(
+        0, "renew features, clusters, plan; in steps, 0 = never", least=0
+    )
     seed: int = key(0, "seed of random choices")
 
 
@@ -252,13 +303,19 @@ class SelectionConfig:
 class AllocationConfig:
     """The schedule: which step holds which examples, and where (METHOD §5)."""
 
-    batch_size: int = key(32, "B, examples of one optimiser step over all devices")
-    num_epochs: int = key(2, "passes over the kept examples")
-    max_steps: int | None = key(None, "stop after this many steps; None = all epochs")
+    batch_size: int = key(
+        32, "B, examples of one optimiser step over all devices", least=1
+    )
+    num_epochs: int = key(2, "passes over the kept examples", least=1)
+    max_steps: int | None = key(
+        None, "stop after this many steps; None = all epochs", least=1
+    )
     order: Literal["shuffled", "herded"] = key(
         "shuffled", "shuffled | herded, within clusters"
     )
-    herding_pool: int = key(0, "herded: candidates looked at per pick; 0 = all")
+    herding_pool: int = key(
+        0, "herded: candidates looked at per pick; 0 = all", least=0
+    )
     placement: Literal["spread", "dedicated"] = key(
         "spread", "spread | dedicated (the paper's)"
     )
@@ -266,8 +323,10 @@ class AllocationConfig:
         "pad", "pad | drop: the incomplete last step of an epoch"
     )
     packing: bool = key(True, "several examples in one row")
-    row_length: int | None = key(None, "T of packed rows, tokens; None = max_length")
-    accumulation_steps: int = key(1, "A, micro-steps of one optimiser step")
+    row_length: int | None = key(
+        None, "T of packed rows, tokens; None = max_length", least=2
+    )
+    accumulation_steps: int = key(1, "A, micro-steps of one optimiser step", least=1)
     seed: int = key(0, "seed of the order")
 
 
@@ -276,21 +335,25 @@ class OptimizerConfig:
     """Optax optimiser and learning-rate schedule."""
 
     name: Literal["adamw", "adafactor", "sgd"] = key("adamw", "optax optimiser")
-    learning_rate: float = key(5e-4, "peak learning rate")
+    learning_rate: float = key(5e-4, "peak learning rate", above=0)
     schedule: Literal["constant", "linear", "cosine"] = key(
         "cosine", "constant | linear | cosine (decay to final_scale)"
     )
-    final_scale: float = key(0.0, "learning rate at the end / peak")
-    warmup_steps: int = key(10, "linear warm-up, in optimiser steps")
-    weight_decay: float = key(0.0, "decoupled weight decay, on matrices only")
-    beta1: float = key(0.9, "adamw: decay of the first moment")
-    beta2: float = key(0.999, "adamw: decay of the second moment")
-    eps: float = key(1e-8, "adamw: added to the root of the second moment")
-    clip_norm: float | None = key(1.0, "clip the global gradient norm; None = never")
+    final_scale: float = key(0.0, "learning rate at the end / peak", least=0)
+    warmup_steps: int = key(10, "linear warm-up, in optimiser steps", least=0)
+    weight_decay: float = key(0.0, "decoupled weight decay, on matrices only", least=0)
+    beta1: float = key(0.9, "adamw: decay of the first moment", least=0, below=1)
+    beta2: float = key(0.999, "adamw: decay of the second moment", least=0, below=1)
+    eps: float = key(1e-8, "adamw: added to the root of the second moment", above=0)
+    clip_norm: float | None = key(
+        1.0, "clip the global gradient norm; None = never", above=0
+    )
     adafactor_parameter_scale: bool = key(
         False, "adafactor: scale updates by the parameter's RMS (optax's default)"
     )
-    adafactor_clip: float | None = key(1.0, "adafactor: RMS clip of each layer")
+    adafactor_clip: float | None = key(
+        1.0, "adafactor: RMS clip of each layer", above=0
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,13 +364,17 @@ class TrainConfig:
     nonfinite: Literal["stop", "skip"] = key(
         "stop", "stop | skip: what a non-finite step does"
     )
-    log_every: int = key(10, "steps between lines of metrics.jsonl")
-    eval_every: int = key(0, "steps between evaluations; 0 = start and end only")
-    statistics_every: int = key(
-        0, "steps between gradient-diversity figures; 0 = never"
+    log_every: int = key(10, "steps between lines of metrics.jsonl", least=1)
+    eval_every: int = key(
+        0, "steps between evaluations; 0 = start and end only", least=0
     )
-    checkpoint_every: int = key(50, "steps between checkpoints; 0 = the end only")
-    keep_checkpoints: int = key(2, "newest checkpoints kept")
+    statistics_every: int = key(
+        0, "steps between gradient-diversity figures; 0 = never", least=0
+    )
+    checkpoint_every: int = key(
+        50, "steps between checkpoints; 0 = the end only", least=0
+    )
+    keep_checkpoints: int = key(2, "newest checkpoints kept", least=1)
     keep_best: bool = key(False, "keep the checkpoint of lowest held-out loss as well")
     save_model: bool = key(True, "write the final model in Hugging Face form")
 
@@ -316,20 +383,22 @@ class TrainConfig:
 class EvalConfig:
     """Unweighted evaluation on held-out data."""
 
-    max_examples: int | None = key(None, "held-out examples used; None = all")
-    exact_match: int = key(0, "examples per source answered by generation; 0 = none")
-    max_new_tokens: int = key(64, "exact match: longest answer, in tokens")
+    max_examples: int | None = key(None, "held-out examples used; None = all", least=1)
+    exact_match: int = key(
+        0, "examples per source answered by generation; 0 = none", least=0
+    )
+    max_new_tokens: int = key(64, "exact match: longest answer, in tokens", least=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
     """Devices. Batch rows are split over data × fsdp; one axis may be −1."""
 
-    data: int = key(-1, "data-parallel axis, devices")
-    fsdp: int = key(1, "axis over which parameters are sharded, devices")
-    tensor: int = key(1, "tensor-parallel axis, devices")
+    data: int = key(-1, "data-parallel axis, devices", least=-1)
+    fsdp: int = key(1, "axis over which parameters are sharded, devices", least=-1)
+    tensor: int = key(1, "tensor-parallel axis, devices", least=-1)
     num_simulated_devices: int | None = key(
-        None, "CPU devices to simulate; None = the machine's own devices"
+        None, "CPU devices to simulate; None = the machine's own devices", least=1
     )
     allow_replication: bool = key(
         False, "go on when a parameter does not divide (logged), instead of stopping"
@@ -340,18 +409,26 @@ class MeshConfig:
 class PerfConfig:
     """Speed and memory only: none of these changes a result."""
 
-    feature_batch_tokens: int = key(8192, "tokens per device and feature batch")
-    feature_micro_batch: int = key(8, "per_example: gradients held at once")
-    feature_buckets: int = key(6, "most different lengths of feature batches")
-    feature_block: int = key(2048, "examples in one block of the feature store")
-    eval_batch_tokens: int = key(8192, "tokens per device and evaluation batch")
-    kmeans_block: int = key(8192, "rows of one block of distances")
-    vocab_chunk: int = key(8192, "vocabulary entries of one chunk of logits")
+    feature_batch_tokens: int = key(
+        8192, "tokens per device and feature batch", least=1
+    )
+    feature_micro_batch: int = key(8, "per_example: gradients held at once", least=1)
+    feature_buckets: int = key(6, "most different lengths of feature batches", least=1)
+    feature_block: int = key(
+        2048, "examples in one block of the feature store", least=1
+    )
+    eval_batch_tokens: int = key(
+        8192, "tokens per device and evaluation batch", least=1
+    )
+    kmeans_block: int = key(8192, "rows of one block of distances", least=1)
+    vocab_chunk: int = key(8192, "vocabulary entries of one chunk of logits", least=1)
     remat: Literal["none", "full", "dots"] = key(
         "none", "none | full | dots: what the backward pass recomputes"
     )
-    prefetch: int = key(2, "batches prepared ahead")
-    steps_in_flight: int = key(0, "steps dispatched ahead; 0 = 1 on CPU, 2 elsewhere")
+    prefetch: int = key(2, "batches prepared ahead", least=1)
+    steps_in_flight: int = key(
+        0, "steps dispatched ahead; 0 = 1 on CPU, 2 elsewhere", least=0
+    )
     async_checkpoints: bool = key(True, "write checkpoints in the background")
     compilation_cache: str = key("", "directory of compiled programs; '' = none")
 
@@ -361,8 +438,8 @@ class ReportConfig:
     """What is written for people."""
 
     html: bool = key(True, "write report.html")
-    max_points: int = key(3000, "points of the feature map")
-    max_text: int = key(400, "characters of an example's text in the report")
+    max_points: int = key(3000, "points of the feature map", least=1)
+    max_text: int = key(400, "characters of an example's text in the report", least=0)
     tensorboard: bool = key(False, "write TensorBoard events")
 
 
@@ -387,6 +464,9 @@ class Config:
     mesh: MeshConfig = group(MeshConfig, "devices")
     perf: PerfConfig = group(PerfConfig, "speed and memory, never results")
     report: ReportConfig = group(ReportConfig, "report and logs")
+
+
+_HOLDS = {"≥": operator.ge, "≤": operator.le, ">": operator.gt, "<": operator.lt}
 
 
 def default() -> ml_collections.ConfigDict:
@@ -492,7 +572,19 @@ def _from_mapping(cls: type, values: ml_collections.ConfigDict, prefix: str) -> 
         for name in kinds
         if name in values
     }
+    for field in dataclasses.fields(cls):
+        if field.name in parts:
+            _check_bounds(field, parts[field.name], prefix + field.name)
     return cls(**parts)
+
+
+def _check_bounds(field: dataclasses.Field, value: Any, name: str) -> None:
+    bounds = field.metadata.get("bounds", {})
+    for item in value if isinstance(value, tuple) else (value,):
+        for sign, bound in bounds.items():
+            if bound is None or item is None or _HOLDS[sign](item, bound):
+                continue
+            raise errors.ConfigError(f"{name}={value!r} must be {sign} {bound:g}")
 
 
 def _choice(choices: tuple[str, ...], value: Any, name: str) -> str:

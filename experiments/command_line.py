@@ -1,0 +1,117 @@
+"""The command line: `--config FILE`, `--config.group.key=value`, `--workdir DIR`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from clusterjax import config as config_lib
+from clusterjax import errors, progress
+
+USER_ERROR_EXIT_CODE = 2
+
+CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "Config file, for example configs/quickstart.py."
+)
+WORKDIR = flags.DEFINE_string("workdir", None, "Run folder; made when missing.")
+OVERWRITE = flags.DEFINE_bool(
+    "overwrite", False, "Move a finished or different run out of the way first."
+)
+
+
+def run(main: Callable[[], int | None], description: str) -> None:
+    """Parses the flags, calls `main()`, and turns user errors into one clean message.
+
+    Exit codes: 0 done, 2 a mistake of the user's (message without a traceback), or
+    what `main` returns.
+    """
+
+    def guarded(argv: Sequence[str]) -> int | None:
+        if len(argv) > 1:
+            return _fail(f"unexpected arguments: {' '.join(argv[1:])}")
+        try:
+            return main()
+        except errors.UserError as error:
+            return _fail(str(error))
+
+    app.run(guarded, flags_parser=lambda argv: _parse(argv, description))
+
+
+def resolved_config() -> config_lib.Config:
+    """The config of `--config` with its overrides, as frozen dataclasses."""
+    if CONFIG.value is None:
+        raise errors.ConfigError(
+            "no --config given; try --config configs/quickstart.py, or --help"
+        )
+    return config_lib.resolve(CONFIG.value)
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return USER_ERROR_EXIT_CODE
+
+
+def _parse(argv: Sequence[str], description: str) -> list[str]:
+    if any(item in ("--help", "-h", "--helpfull", "--helpshort") for item in argv):
+        progress.say(help_text(description))
+        sys.exit(0)
+    try:
+        for item in argv[1:]:
+            _check_key(item)
+        return flags.FLAGS(list(argv))
+    except FileNotFoundError as error:
+        message = f"--config: {str(error).splitlines()[0]}"
+    except (
+        errors.UserError,
+        flags.Error,
+        AttributeError,
+        KeyError,
+        TypeError,
+        IndexError,
+    ) as error:
+        message = str(error)
+    sys.exit(_fail(message))
+
+
+def _check_key(item: str) -> None:
+    """Refuses an override of a key that does not exist, with the nearest one."""
+    found = re.match(r"--(?:no)?config\.([^=]+)", item)
+    if not found:
+        return
+    name = re.sub(r"\[\d+\]", "", found[1])
+    known = [row[0] for row in config_lib.describe() if row[1] != "group"]
+    known += [
+        f"data.{group}.{row[0]}"
+        for group in ("sources", "eval_sources")
+        for row in config_lib.describe(config_lib.SourceConfig)
+    ]
+    if name in known:
+        return
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    tail = name.rpartition(".")[2]
+    same_tail = [key for key in known if key.rpartition(".")[2] == tail]
+    best = (same_tail or near or [None])[0]
+    hint = f"; did you mean config.{best}?" if best else ""
+    raise errors.ConfigError(f"there is no config key config.{name}{hint}")
+
+
+def help_text(description: str) -> str:
+    """Usage, flags, and every config key with type, default and meaning."""
+    lines = [description.strip(), "", "Flags:"]
+    for flag in (CONFIG, WORKDIR, OVERWRITE):
+        lines.append(f"  --{flag.name}: {flags.FLAGS[flag.name].help}")
+    lines += ["", "Config keys (override with --config.KEY=VALUE):"]
+    for name, kind, default, text in config_lib.describe():
+        if kind == "group":
+            lines += ["", f"  [{name}] {text}"]
+        else:
+            lines.append(f"    {name} = {default}  ({kind})\n        {text}")
+    lines += ["", "  [data.sources[i], data.eval_sources[i]] one source of examples"]
+    for name, kind, default, text in config_lib.describe(config_lib.SourceConfig):
+        lines.append(f"    {name} = {default}  ({kind})\n        {text}")
+    return "\n".join(lines)

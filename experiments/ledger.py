@@ -1,0 +1,59 @@
+"""Seconds by stage, selection included, kept over restarts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+
+import jax
+from etils import epath
+
+from clusterjax import files, progress
+
+
+@dataclasses.dataclass
+class Entry:
+    """One stage: `seconds` of all starts together, `detail` for people."""
+
+    stage: str
+    seconds: float
+    detail: str = ""
+
+
+class Ledger:
+    """The seconds of a run, read from and written to `ledger.json`."""
+
+    def __init__(self, folder: epath.PathLike):
+        self._path = epath.Path(folder) / "ledger.json"
+        self.entries: list[Entry] = []
+        if self._path.exists():
+            self.entries = [Entry(**item) for item in files.read_json(self._path)]
+
+    @property
+    def total(self) -> float:
+        """Seconds of all stages so far."""
+        return sum(entry.seconds for entry in self.entries)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[Entry]:
+        """Times a stage, prints its line and adds it to what it took before."""
+        entry = Entry(name, 0.0)
+        begin = time.monotonic()
+        try:
+            yield entry
+        finally:  # the seconds of a stage that failed were spent all the same
+            self.add(name, time.monotonic() - begin, entry.detail)
+
+    def add(self, name: str, seconds: float, detail: str = "") -> None:
+        """Adds seconds to a stage; a later detail replaces an earlier one."""
+        found = next((e for e in self.entries if e.stage == name), None)
+        if found is None:
+            found = Entry(name, 0.0)
+            self.entries.append(found)
+        found.seconds += seconds
+        found.detail = detail or found.detail
+        if jax.process_index() == 0:
+            files.write_json(self._path, [dataclasses.asdict(e) for e in self.entries])
+        progress.say(f"{name:<10} {seconds:7.1f} s  {detail}")
