@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,10 +20,8 @@ import safetensors
 import safetensors.numpy
 from flax import nnx
 
-from clusterjax import errors
-from clusterjax.models import decoder
-from clusterjax.models import hf_config
-from clusterjax.models import parameters
+from clusterjax import errors, files
+from clusterjax.models import decoder, hf_config, parameters
 
 # Where a parameter goes: its path and dimension names to a sharding.
 ShardingRule = Callable[[parameters.Path, tuple[str, ...]], jax.sharding.Sharding]
@@ -91,7 +88,7 @@ def assemble(
 def save_decoder(model: decoder.Decoder, path: str | os.PathLike[str]) -> None:
     """Writes a directory that transformers and vLLM load with the same logits.
 
-    The directory appears (or replaces an earlier one) only when it is whole.
+    Each file appears, or replaces an earlier one, only when it is whole.
 
     Raises:
       errors.CheckpointError: no Hugging Face architecture describes this decoder.
@@ -109,16 +106,19 @@ def save_decoder(model: decoder.Decoder, path: str | os.PathLike[str]) -> None:
     config_text = hf_config.dump(model.config, dtype)
     folder = pathlib.Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / (_SINGLE + ".partial")
-    safetensors.numpy.save_file(tensors, partial, metadata={"format": "pt"})
-    _write_text(folder / "config.json", config_text)
-    os.replace(partial, folder / _SINGLE)
+    write_tensors(folder / _SINGLE, tensors)
+    files.write_text(folder / "config.json", config_text)
 
 
-def _write_text(path: pathlib.Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes a safetensors file whole or not at all."""
+
+    def write(partial: pathlib.Path) -> None:
+        safetensors.numpy.save_file(dict(tensors), partial, {"format": "pt"})
+        # The library makes files that only their owner can read.
+        partial.chmod(0o644)
+
+    files.write_with(path, write)
 
 
 @contextlib.contextmanager
@@ -208,7 +208,7 @@ def _read(
     dtype: str,
     sharding: ShardingRule | None,
 ) -> jax.Array:
-    """Reads one parameter into its sharding; only one shard at a time is on the host."""
+    """Reads one parameter; only one shard of it at a time is on the host."""
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         names = item.tensor_names()

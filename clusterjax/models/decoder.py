@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from clusterjax.models import attention
-from clusterjax.models import rope
+from clusterjax.models import attention, rope
 
 # The linear layers of a block, in the order of the forward pass. These are the names
 # that `Adapters.values` may hold.
@@ -68,7 +67,7 @@ class DecoderConfig:
     head_dim: int
     max_positions: int = 2048
     rms_norm_eps: float = 1e-5
-    rope: rope.RopeConfig = rope.RopeConfig()
+    rope: rope.RopeConfig = dataclasses.field(default_factory=rope.RopeConfig)
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False

@@ -11,8 +11,7 @@ import json
 from typing import Any
 
 from clusterjax import errors
-from clusterjax.models import decoder
-from clusterjax.models import rope
+from clusterjax.models import decoder, rope
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
