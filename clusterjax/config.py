@@ -461,7 +461,7 @@ class Config:
     allocation: AllocationConfig = group(AllocationConfig, "schedule and placement")
     train: TrainConfig = group(TrainConfig, "optimiser and loop")
     eval: EvalConfig = group(EvalConfig, "held-out evaluation")
-    mesh: MeshConfig = group(MeshConfig, "devices")
+    mesh: MeshConfig = group(MeshConfig, "devices and how they are used")
     perf: PerfConfig = group(PerfConfig, "speed and memory, never results")
     report: ReportConfig = group(ReportConfig, "report and logs")
 
