@@ -1,4 +1,4 @@
-"""`stdlib_functions`: docstring and signature → function body, from the standard library.
+"""`stdlib_functions`: docstring and signature → body, from the standard library.
 
 The examples are mined from the source files of the running Python, so no text is
 shipped and none is fetched. Functions and methods with a docstring become pairs; the
@@ -15,7 +15,7 @@ import pathlib
 import sysconfig
 import textwrap
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import tensorflow_datasets as tfds
@@ -28,68 +28,72 @@ MAX_CHARS = 1000
 
 # Not mined: tests, bundled copies of other projects, and what a distribution may leave
 # out, so that the set hardly differs between two installations of one Python.
-SKIPPED = frozenset(
-    "__pycache__ test tests idle_test site-packages dist-packages ensurepip idlelib "
-    "lib2to3 distutils tkinter turtle turtledemo pydoc_data msilib lib-dynload "
-    "aifc asynchat asyncore binhex cgi cgitb chunk crypt formatter imghdr imp mailcap "
-    "msilib nis nntplib ossaudiodev pipes smtpd sndhdr sunau telnetlib uu xdrlib "
-    "_osx_support _aix_support _android_support _ios_support _bootsubprocess "
-    "_distutils_system_mod _sysconfigdata antigravity this __phello__".split()
-)
+_SKIPPED = """
+    __pycache__ test tests idle_test site-packages dist-packages ensurepip idlelib lib2to3
+    distutils tkinter turtle turtledemo pydoc_data msilib lib-dynload aifc asynchat
+    asyncore binhex cgi cgitb chunk crypt formatter imghdr imp mailcap nis nntplib
+    ossaudiodev pipes smtpd sndhdr sunau telnetlib uu xdrlib _osx_support _aix_support
+    _android_support _ios_support _bootsubprocess _distutils_system_mod antigravity this
+    __phello__
+"""
+SKIPPED = frozenset(_SKIPPED.split())
 
 # A module that moved behind a public name keeps that name, and with it its split.
 PUBLIC_NAMES = {"_pydatetime": "datetime", "_pydecimal": "decimal", "_pyio": "io"}
 
+_GROUPS = {
+    "text": """
+        string textwrap re difflib codecs encodings gettext locale shlex pprint
+        reprlib stringprep fnmatch _strptime html quopri base64
+    """,
+    "numbers": """
+        decimal fractions statistics random numbers colorsys _pylong secrets
+    """,
+    "time": "datetime calendar zoneinfo sched timeit",
+    "containers": """
+        collections _collections_abc heapq bisect queue graphlib types enum
+        weakref _weakrefset copy dataclasses functools operator contextlib abc
+        _py_abc keyword
+    """,
+    "concurrency": """
+        asyncio concurrent multiprocessing threading _threading_local subprocess
+        selectors signal contextvars
+    """,
+    "network": """
+        http urllib socket socketserver ssl ftplib imaplib poplib smtplib
+        ipaddress wsgiref xmlrpc webbrowser uuid netrc hashlib hmac
+    """,
+    "mail": "email mailbox mimetypes",
+    "files": """
+        pathlib os posixpath ntpath genericpath shutil tempfile glob fileinput
+        filecmp io linecache stat
+    """,
+    "archives": """
+        tarfile zipfile gzip bz2 lzma zipapp zipimport _compression compression
+    """,
+    "formats": """
+        json csv configparser tomllib plistlib xml pickle pickletools copyreg
+        shelve dbm sqlite3 wave
+    """,
+    "logging": "logging warnings",
+    "testing": """
+        unittest doctest pdb bdb trace traceback tracemalloc pstats profile
+        cProfile cmd
+    """,
+    "introspection": """
+        inspect ast dis symtable typing tokenize token pydoc pyclbr opcode
+        tabnanny codeop code ctypes annotationlib
+    """,
+    "imports": """
+        importlib pkgutil runpy modulefinder compileall py_compile site
+        sysconfig venv platform
+    """,
+    "terminal": """
+        argparse optparse getopt getpass curses pty tty rlcompleter _pyrepl
+    """,
+}
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "text": tuple(
-        "string textwrap re difflib codecs encodings gettext locale shlex pprint "
-        "reprlib stringprep fnmatch _strptime html quopri base64".split()
-    ),
-    "numbers": tuple(
-        "decimal fractions statistics random numbers colorsys _pylong secrets".split()
-    ),
-    "time": tuple("datetime calendar zoneinfo sched timeit".split()),
-    "containers": tuple(
-        "collections _collections_abc heapq bisect queue graphlib types enum weakref "
-        "_weakrefset copy dataclasses functools operator contextlib abc _py_abc "
-        "keyword".split()
-    ),
-    "concurrency": tuple(
-        "asyncio concurrent multiprocessing threading _threading_local subprocess "
-        "selectors signal contextvars".split()
-    ),
-    "network": tuple(
-        "http urllib socket socketserver ssl ftplib imaplib poplib smtplib ipaddress "
-        "wsgiref xmlrpc webbrowser uuid netrc hashlib hmac".split()
-    ),
-    "mail": ("email", "mailbox", "mimetypes"),
-    "files": tuple(
-        "pathlib os posixpath ntpath genericpath shutil tempfile glob fileinput "
-        "filecmp io linecache stat".split()
-    ),
-    "archives": tuple(
-        "tarfile zipfile gzip bz2 lzma zipapp zipimport _compression compression".split()
-    ),
-    "formats": tuple(
-        "json csv configparser tomllib plistlib xml pickle pickletools copyreg shelve "
-        "dbm sqlite3 wave".split()
-    ),
-    "logging": ("logging", "warnings"),
-    "testing": tuple(
-        "unittest doctest pdb bdb trace traceback tracemalloc pstats profile cProfile "
-        "cmd".split()
-    ),
-    "introspection": tuple(
-        "inspect ast dis symtable typing tokenize token pydoc pyclbr opcode tabnanny "
-        "codeop code ctypes annotationlib".split()
-    ),
-    "imports": tuple(
-        "importlib pkgutil runpy modulefinder compileall py_compile site sysconfig "
-        "venv platform".split()
-    ),
-    "terminal": tuple(
-        "argparse optparse getopt getpass curses pty tty rlcompleter _pyrepl".split()
-    ),
+    group: tuple(modules.split()) for group, modules in _GROUPS.items()
 }
 OTHER_GROUP = "other"
 
@@ -117,15 +121,19 @@ def library_root() -> pathlib.Path:
     return pathlib.Path(sysconfig.get_paths()["stdlib"])
 
 
-def source_files(root: pathlib.Path) -> Iterator[tuple[str, str]]:
-    """(module name, text) of each mined source file under `root`, in sorted order.
+def source_files(
+    root: pathlib.Path, skipped: Collection[str] = SKIPPED
+) -> Iterator[tuple[str, str]]:
+    """(module name, text) of each source file under `root`, in sorted order.
+
+    Files and folders with a name in `skipped` are left out.
 
     A file that is not UTF-8 or does not parse is left out: a library may hold files
     that are broken on purpose.
     """
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
-        if any(p in SKIPPED or p.startswith(("config-", "_sysconfig")) for p in parts):
+        if any(p in skipped or p.startswith(("config-", "_sysconfig")) for p in parts):
             continue
         if parts[-1] == "__init__":
             parts = parts[:-1]
@@ -146,7 +154,7 @@ def parse(text: str) -> ast.Module:
 
 
 def definitions(module: str, tree: ast.Module) -> Iterator[Definition]:
-    """The functions and methods of a module; what is nested in a function is not one."""
+    """The functions and methods of a module, but not those inside a function."""
 
     def visit(node: ast.AST, prefix: str) -> Iterator[Definition]:
         for child in ast.iter_child_nodes(node):

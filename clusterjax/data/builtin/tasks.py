@@ -15,26 +15,28 @@ import numpy as np
 
 _T = TypeVar("_T")
 
-WORDS = tuple(
-    "anchor apple arrow autumn badger bakery banjo basket beacon blanket bottle bridge "
-    "butter cabin candle canyon carpet castle cedar cellar circle clover cobalt comet "
-    "copper cotton cradle crayon cricket curtain dagger daisy dolphin donkey dragon "
-    "drawer eagle ember engine falcon feather fiddle finger forest fossil fountain "
-    "galaxy garden garlic ginger glacier goblet granite guitar hammer harbour harvest "
-    "hazel helmet hollow honey island ivory jacket jasmine jungle kettle kitten ladder "
-    "lagoon lantern lemon lizard locket magnet mango maple marble meadow melon mirror "
-    "monkey mosaic muffin needle nickel oasis olive orange orchard otter oyster paddle "
-    "palace panther paper parcel parrot pebble pencil pepper pigeon pillow planet "
-    "pocket pumpkin puzzle quarry rabbit raisin ribbon river rocket saddle salmon "
-    "sandal scarlet shadow signal silver spider spruce stable summit sunset tailor "
-    "temple thunder ticket timber tomato trumpet tunnel turtle valley velvet violin "
-    "walnut water weasel willow window winter wizard yellow zebra".split()
-)
-MONTHS = tuple(
-    "January February March April May June July August September October November "
-    "December".split()
-)
-WEEKDAYS = tuple("Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split())
+_WORDS = """
+    anchor apple arrow autumn badger bakery banjo basket beacon blanket bottle bridge
+    butter cabin candle canyon carpet castle cedar cellar circle clover cobalt comet
+    copper cotton cradle crayon cricket curtain dagger daisy dolphin donkey dragon
+    drawer eagle ember engine falcon feather fiddle finger forest fossil fountain
+    galaxy garden garlic ginger glacier goblet granite guitar hammer harbour harvest
+    hazel helmet hollow honey island ivory jacket jasmine jungle kettle kitten ladder
+    lagoon lantern lemon lizard locket magnet mango maple marble meadow melon mirror
+    monkey mosaic muffin needle nickel oasis olive orange orchard otter oyster paddle
+    palace panther paper parcel parrot pebble pencil pepper pigeon pillow planet
+    pocket pumpkin puzzle quarry rabbit raisin ribbon river rocket saddle salmon
+    sandal scarlet shadow signal silver spider spruce stable summit sunset tailor
+    temple thunder ticket timber tomato trumpet tunnel turtle valley velvet violin
+    walnut water weasel willow window winter wizard yellow zebra
+"""
+WORDS = tuple(_WORDS.split())
+_MONTHS = """
+    January February March April May June July August September October November December
+"""
+MONTHS = tuple(_MONTHS.split())
+_WEEKDAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday"
+WEEKDAYS = tuple(_WEEKDAYS.split())
 
 
 class Draw:
@@ -163,7 +165,7 @@ def weekday(draw: Draw) -> Task:
 def leap_year(draw: Draw) -> Task:
     year = draw.integer(1200, 2999)
     is_leap = year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)
-    answer = f"{'Yes' if is_leap else 'No'}, {year} is {'' if is_leap else 'not '}a leap year."
+    answer = f"Yes, {year} is a leap year." if is_leap else f"No, {year} is not."
     return Task((year,), {"year": year}, answer)
 
 
