@@ -116,7 +116,7 @@ def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None
     def write(partial: pathlib.Path) -> None:
         safetensors.numpy.save_file(dict(tensors), partial, {"format": "pt"})
         # The library makes files that only their owner can read.
-        partial.chmod(0o644)
+        os.chmod(partial, 0o644)
 
     files.write_with(path, write)
 
