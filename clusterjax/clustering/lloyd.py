@@ -1,0 +1,239 @@
+"""Lloyd's iterations, several starts at once, over sharded rows.
+
+Per iteration only the K×D sums and K counts of each start cross the network, in one
+all-reduce.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from clusterjax.clustering import rows as rows_lib
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+class LoopState(NamedTuple):
+    """State of G starts that run together.
+
+    Attributes:
+      centers_GKD: float32, centred coordinates.
+      iterations_G: int32, iterations done.
+      active_G: bool, not yet converged and below the limit.
+      converged_G: bool, the centre shift met the tolerance.
+      empty_GK: bool, clusters that got no row in the last iteration.
+    """
+
+    centers_GKD: jax.Array
+    iterations_G: jax.Array
+    active_G: jax.Array
+    converged_G: jax.Array
+    empty_GK: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a run of Lloyd's iterations depends on besides the rows (hashable)."""
+
+    max_iterations: int
+    spherical: bool
+    mesh: Mesh
+    block: int
+
+
+def initial(centers_GKD: jax.Array) -> LoopState:
+    groups, clusters, _ = centers_GKD.shape
+    return LoopState(
+        centers_GKD=centers_GKD,
+        iterations_G=jnp.zeros(groups, jnp.int32),
+        active_G=jnp.ones(groups, bool),
+        converged_G=jnp.zeros(groups, bool),
+        empty_GK=jnp.zeros((groups, clusters), bool),
+    )
+
+
+def run(
+    rows: rows_lib.Rows, state: LoopState, tolerance: float, options: Options
+) -> LoopState:
+    """Iterates until every start is done or one has an empty cluster."""
+    state = _run(
+        rows.values_ND,
+        rows.weight_N,
+        state,
+        jnp.float32(tolerance),
+        options=options,
+    )
+    return jax.block_until_ready(state)
+
+
+@functools.partial(jax.jit, static_argnames=("options",))
+def _run(
+    values_ND: jax.Array,
+    weight_N: jax.Array,
+    state: LoopState,
+    tolerance: jax.Array,
+    *,
+    options: Options,
+) -> LoopState:
+    axes = rows_lib.data_axes(options.mesh)
+
+    def local(x_ND: jax.Array, w_N: jax.Array, state: LoopState) -> LoopState:
+        x_nbD = x_ND.reshape(-1, options.block, x_ND.shape[1])
+        w_nb = w_N.reshape(-1, options.block)
+
+        def unfinished(state: LoopState) -> jax.Array:
+            return jnp.any(state.active_G) & ~jnp.any(state.empty_GK)
+
+        def iterate(state: LoopState) -> LoopState:
+            sums = _sums(x_nbD, w_nb, state.centers_GKD, axes)
+            total = jax.lax.psum(sums, axes)
+            return _advance(state, total, tolerance, options)
+
+        return jax.lax.while_loop(unfinished, iterate, state)
+
+    return jax.shard_map(
+        local,
+        mesh=options.mesh,
+        in_specs=(P(axes), P(axes), P()),
+        out_specs=P(),
+    )(values_ND, weight_N, state)
+
+
+def _sums(
+    x_nbD: jax.Array, w_nb: jax.Array, centers_GKD: jax.Array, axes: tuple[str, ...]
+) -> jax.Array:
+    """float32 [G, K, D + 1]: weighted sums of this shard's rows, and weights, last."""
+    groups, clusters, dim = centers_GKD.shape
+    flat_CD = centers_GKD.reshape(-1, dim)
+    half_C = 0.5 * jnp.sum(flat_CD**2, axis=1)
+
+    def block(sums_CE: jax.Array, args: tuple[jax.Array, jax.Array]) -> tuple:
+        x_bD, w_b = args
+        score_bC = half_C[None] - jnp.matmul(x_bD, flat_CD.T, precision=HIGHEST)
+        label_bG = jnp.argmin(score_bC.reshape(-1, groups, clusters), axis=-1)
+        one_hot = label_bG[..., None] == jnp.arange(clusters)[None, None]
+        one_hot_bC = jnp.where(one_hot, w_b[:, None, None], 0).reshape(-1, len(half_C))
+        x_bE = jnp.concatenate([x_bD, jnp.ones_like(x_bD[:, :1])], axis=1)
+        return sums_CE + jnp.matmul(one_hot_bC.T, x_bE, precision=HIGHEST), None
+
+    zero = jnp.zeros((groups * clusters, dim + 1))
+    sums_CE, _ = jax.lax.scan(
+        block, jax.lax.pcast(zero, axes, to="varying"), (x_nbD, w_nb)
+    )
+    return sums_CE.reshape(groups, clusters, dim + 1)
+
+
+def _advance(
+    state: LoopState, sums_GKE: jax.Array, tolerance: jax.Array, options: Options
+) -> LoopState:
+    """One update of the centres from the summed rows; finished starts stay put."""
+    weight_GK1 = sums_GKE[..., -1:]
+    empty_GK = weight_GK1[..., 0] <= 0
+    mean = sums_GKE[..., :-1] / jnp.where(weight_GK1 > 0, weight_GK1, 1)
+    if options.spherical:
+        mean = unit(mean)
+    old = state.centers_GKD
+    new = jnp.where(empty_GK[..., None], old, mean)
+    new = jnp.where(state.active_G[:, None, None], new, old)
+    shift_G = jnp.sum((new - old) ** 2, axis=(1, 2))
+    iterations_G = state.iterations_G + state.active_G
+    holes_GK = empty_GK & state.active_G[:, None]
+    met_G = state.active_G & (shift_G <= tolerance) & ~jnp.any(holes_GK, axis=1)
+    return LoopState(
+        centers_GKD=new,
+        iterations_G=iterations_G,
+        active_G=state.active_G & ~met_G & (iterations_G < options.max_iterations),
+        converged_G=state.converged_G | met_G,
+        empty_GK=holes_GK,
+    )
+
+
+def unit(x: jax.Array) -> jax.Array:
+    """Rows scaled to unit length; a zero row stays zero."""
+    length = jnp.linalg.norm(x, axis=-1, keepdims=True)
+    return x / jnp.where(length > 0, length, 1)
+
+
+def assign(rows: rows_lib.Rows, centers_KD: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Nearest centre of every row, ties to the lower id.
+
+    Returns:
+      labels int32 [N] and squared euclidean distances float32 [N], on the host.
+    """
+    label_N, distance_N = _assign(
+        rows.values_ND, centers_KD, mesh=rows.mesh, block=rows.block_rows
+    )
+    return (
+        rows_lib.to_host(label_N, rows.num_rows),
+        rows_lib.to_host(distance_N, rows.num_rows),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "block"))
+def _assign(
+    values_ND: jax.Array, centers_KD: jax.Array, *, mesh: Mesh, block: int
+) -> tuple[jax.Array, jax.Array]:
+    axes = rows_lib.data_axes(mesh)
+
+    def local(x_ND: jax.Array, c_KD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        half_K = 0.5 * jnp.sum(c_KD**2, axis=1)
+
+        def body(x_bD: jax.Array) -> tuple[jax.Array, jax.Array]:
+            score_bK = half_K[None] - jnp.matmul(x_bD, c_KD.T, precision=HIGHEST)
+            label_b = jnp.argmin(score_bK, axis=1).astype(jnp.int32)
+            # Differences, not expanded squares: no cancellation near a centre.
+            return label_b, jnp.sum((x_bD - c_KD[label_b]) ** 2, axis=1)
+
+        label, distance = jax.lax.map(body, x_ND.reshape(-1, block, x_ND.shape[1]))
+        return label.reshape(-1), distance.reshape(-1)
+
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(P(axes), P()), out_specs=(P(axes), P(axes))
+    )(values_ND, centers_KD)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "block"))
+def inertia(
+    values_ND: jax.Array,
+    weight_N: jax.Array,
+    square_N: jax.Array,
+    centers_GKD: jax.Array,
+    *,
+    mesh: Mesh,
+    block: int,
+) -> jax.Array:
+    """float32 [G]: weighted sum of squared distances to the nearest centres."""
+    axes = rows_lib.data_axes(mesh)
+
+    def local(
+        x_ND: jax.Array, w_N: jax.Array, sq_N: jax.Array, c_GKD: jax.Array
+    ) -> jax.Array:
+        groups, clusters, dim = c_GKD.shape
+        flat_CD = c_GKD.reshape(-1, dim)
+        square_C = jnp.sum(flat_CD**2, axis=1)
+
+        def body(args: tuple[jax.Array, ...]) -> jax.Array:
+            x_bD, w_b, sq_b = args
+            dot_bC = jnp.matmul(x_bD, flat_CD.T, precision=HIGHEST)
+            d_bC = sq_b[:, None] + square_C[None] - 2 * dot_bC
+            d_bG = jnp.min(d_bC.reshape(-1, groups, clusters), axis=-1)
+            return jnp.sum(w_b[:, None] * jnp.maximum(d_bG, 0), axis=0)
+
+        parts = (
+            x_ND.reshape(-1, block, dim),
+            w_N.reshape(-1, block),
+            sq_N.reshape(-1, block),
+        )
+        return jax.lax.psum(jnp.sum(jax.lax.map(body, parts), axis=0), axes)
+
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(P(axes), P(axes), P(axes), P()), out_specs=P()
+    )(values_ND, weight_N, square_N, centers_GKD)
