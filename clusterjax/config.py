@@ -213,7 +213,10 @@ class ClusteringConfig:
         1.5, "largest cluster allowed, in units of N / K", least=1
     )
     restart_sample: int | None = key(
-        None, "choose the best start on this many rows; None = on all", least=1
+        None,
+        "choose the best start on this many rows; None = 256 K (at least 8,192),"
+        " 0 = all rows",
+        least=0,
     )
     mini_batch: int | None = key(
         None, "rows of a mini-batch; None = full k-means", least=1
