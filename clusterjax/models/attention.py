@@ -62,3 +62,32 @@ def attend(
     """
     mask = visible(q.shape[1], k.shape[1], segment_ids_BT, window)
     return jax.nn.dot_product_attention(q, k, v, mask=mask)
+
+
+def attend_cached(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    key_valid_BS: jax.Array,
+    query_slot: jax.Array,
+    window: int | None = None,
+) -> jax.Array:
+    """Attention of one new token per row over the slots of a cache.
+
+    Args:
+      q: [B, 1, heads, head_dim], already rotated.
+      k: [B, slots, kv_heads, head_dim], already rotated, the new key included.
+      v: [B, slots, kv_heads, head_dim].
+      key_valid_BS: bool [B, slots], false for padding.
+      query_slot: int32 scalar, the slot of the new token; later slots are not seen.
+      window: a query sees at most this many newest keys, itself included.
+
+    Returns:
+      [B, 1, heads, head_dim].
+    """
+    slot_S = jnp.arange(k.shape[1])
+    seen_S = slot_S <= query_slot
+    if window is not None:
+        seen_S = seen_S & (query_slot - slot_S < window)
+    mask = (key_valid_BS & seen_S[None])[:, None, None]
+    return jax.nn.dot_product_attention(q, k, v, mask=mask)

@@ -22,6 +22,11 @@ from clusterjax.models import attention, rope
 # that `Adapters.values` may hold.
 LINEAR_NAMES = ("q", "k", "v", "o", "gate", "up", "down")
 
+# (q, k, v, window, what belongs to this layer) -> (mixed values, what to keep of it)
+AttendFunction = Callable[
+    [jax.Array, jax.Array, jax.Array, int | None, Any], tuple[jax.Array, Any]
+]
+
 REMAT_POLICIES: dict[str, Callable[..., bool] | None] = {
     "none": None,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -224,9 +229,9 @@ class Block(nnx.Module):
         self,
         x_BTH: jax.Array,
         cos_sin: tuple[jax.Array, jax.Array],
-        attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+        attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
         adapt: Callable[[str], Callable[[jax.Array, jax.Array], jax.Array] | None],
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, Any]:
         config = self.config
         batch, length, _ = x_BTH.shape
         head_shape = (batch, length, -1, config.head_dim)
@@ -236,12 +241,12 @@ class Block(nnx.Module):
         v = self.v(normed_BTH, adapt("v")).reshape(head_shape)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        mixed = attend(rope.rotate(q, *cos_sin), rope.rotate(k, *cos_sin), v)
+        mixed, kept = attend(rope.rotate(q, *cos_sin), rope.rotate(k, *cos_sin), v)
         x_BTH = x_BTH + self.o(mixed.reshape(batch, length, -1), adapt("o"))
         normed_BTH = self.mlp_norm(x_BTH)
         gate = jax.nn.silu(self.gate(normed_BTH, adapt("gate")))
         up = self.up(normed_BTH, adapt("up"))
-        return x_BTH + self.down(gate * up, adapt("down"))
+        return x_BTH + self.down(gate * up, adapt("down")), kept
 
 
 class Decoder(nnx.Module):
@@ -285,40 +290,88 @@ class Decoder(nnx.Module):
           num_layers: run only the first so many blocks; None: all. An adapter's
             values may then have that many layers or all of them.
         """
-        config = self.config
         if positions is None:
             positions = (
                 jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
                 if segment_ids is None
                 else attention.positions_from_segments(segment_ids)
             )
-        cos_sin = rope.rotation(positions, config.rope, config.head_dim)
+
+        def attend(q, k, v, window, _):
+            return attention.attend(q, k, v, segment_ids, window), None
+
+        hidden_BTH, _ = self.run(
+            tokens_BT, positions, attend, adapters=adapters, num_layers=num_layers
+        )
+        return hidden_BTH
+
+    def run(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        attend: AttendFunction,
+        per_layer: Any = None,
+        *,
+        adapters: Adapters | None = None,
+        num_layers: int | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Runs the blocks with any attention; `hidden` and the cache build on it.
+
+        Args:
+          tokens_BT: int32 token ids.
+          positions_BT: int32 [B or 1, T].
+          attend: (q, k, v, window, per_layer[layer]) -> (mixed values, anything to
+            keep of this layer).
+          per_layer: pytree with a leading layer axis, sliced for `attend`.
+          adapters, num_layers: as in `hidden`.
+
+        Returns:
+          The hidden states [B, T, H] after the final norm, and what `attend` kept,
+          stacked over layers.
+        """
+        config = self.config
+        cos_sin = rope.rotation(positions_BT, config.rope, config.head_dim)
         blocks_def, blocks = nnx.split(self.blocks)
         values = {} if adapters is None else adapters.values
         windowed = jnp.asarray(config.windowed_layers, dtype=bool)
-        scanned = (blocks, values, windowed if config.windowed_layers else None)
+        scanned = (
+            blocks,
+            values,
+            windowed if config.windowed_layers else None,
+            per_layer,
+        )
         if num_layers is not None:
             scanned = jax.tree.map(lambda leaf: leaf[:num_layers], scanned)
 
         def body(x_BTH, layer):
-            params, layer_values, is_windowed = layer
+            params, layer_values, is_windowed, extra = layer
             block = nnx.merge(blocks_def, params)
 
-            def attend(q, k, v):
-                return _attend(config, q, k, v, segment_ids, is_windowed)
+            def attend_layer(q, k, v):
+                def with_window(window):
+                    return attend(q, k, v, window, extra)
+
+                if is_windowed is None:
+                    return with_window(config.sliding_window)
+                return jax.lax.cond(
+                    is_windowed,
+                    lambda: with_window(config.sliding_window),
+                    lambda: with_window(None),
+                )
 
             def adapt(name):
                 return _adapter(adapters, layer_values, name)
 
-            return block(x_BTH, cos_sin, attend, adapt), None
+            return block(x_BTH, cos_sin, attend_layer, adapt)
 
         policy = REMAT_POLICIES[config.remat]
         if policy is not None:
             # The scan already keeps the two passes apart, so no barrier is needed.
             body = jax.checkpoint(body, policy=policy, prevent_cse=False)
         x_BTH = jnp.take(self.embedding[...], tokens_BT, axis=0)
-        x_BTH, _ = jax.lax.scan(body, x_BTH.astype(config.compute_dtype), scanned)
-        return self.norm(x_BTH)
+        x_BTH = x_BTH.astype(config.compute_dtype)
+        x_BTH, kept = jax.lax.scan(body, x_BTH, scanned)
+        return self.norm(x_BTH), kept
 
     def __call__(
         self,
@@ -343,24 +396,6 @@ class Decoder(nnx.Module):
 def _last_axis(vector: jax.Array, ndim: int) -> jax.Array:
     """Gives a vector `ndim` axes, all but the last of size 1."""
     return vector.reshape((1,) * (ndim - 1) + (-1,))
-
-
-def _attend(
-    config: DecoderConfig,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    is_windowed: jax.Array | None,
-) -> jax.Array:
-    """Attention of one layer; the window may hold in some layers only."""
-    if is_windowed is None:
-        return attention.attend(q, k, v, segment_ids, config.sliding_window)
-    return jax.lax.cond(
-        is_windowed,
-        lambda: attention.attend(q, k, v, segment_ids, config.sliding_window),
-        lambda: attention.attend(q, k, v, segment_ids, None),
-    )
 
 
 def _adapter(
