@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -21,13 +21,76 @@ import safetensors.numpy
 from flax import nnx
 
 from clusterjax import errors, files
+from clusterjax import mesh as mesh_lib
+from clusterjax.data import tokenizer as tokenizer_lib
 from clusterjax.models import decoder, hf_config, parameters
 
-# Where a parameter goes: its path and dimension names to a sharding.
-ShardingRule = Callable[[parameters.Path, tuple[str, ...]], jax.sharding.Sharding]
-
+_BUILTIN = pathlib.Path(__file__).parent / "assets" / "builtin"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+
+
+def load(
+    path: str | os.PathLike[str] = "builtin",
+    dtype: str = "float32",
+    mesh: jax.sharding.Mesh | None = None,
+    *,
+    compute_dtype: str = "float32",
+    remat: str = "none",
+    allow_replication: bool = False,
+) -> tuple[tokenizer_lib.Tokenizer, decoder.Decoder]:
+    """Reads tokenizer and decoder from a Hugging Face directory.
+
+    Args:
+      path: the directory, or "builtin" for the small model that comes along.
+      dtype: dtype of the parameters.
+      mesh: every parameter goes straight to its place on this mesh; None: the default
+        device.
+      compute_dtype, remat: as in `DecoderConfig`.
+      allow_replication: keep parameters whole that do not divide by the mesh.
+
+    Returns:
+      (tokenizer, decoder).
+
+    Raises:
+      errors.UserError: a file, key or tensor that is missing, unexpected, of another
+        shape or damaged, or a tokenizer with more tokens than the model; it is named.
+    """
+    folder = _folder(path)
+    config = read_config(folder, dtype, compute_dtype, remat)
+    tokenizer = tokenizer_lib.Tokenizer.load(folder)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise errors.CheckpointError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, but"
+            f" config.json says vocab_size={config.vocab_size}"
+        )
+    shardings = None
+    if mesh is not None:
+        mesh_lib.check_heads(config.num_heads, config.num_kv_heads, mesh)
+        table = parameters.table(config)
+        shardings = mesh_lib.parameter_shardings(
+            parameters.dimension_names(config),
+            {item_path: item.shape for item_path, item in table.items()},
+            mesh,
+            allow_replication,
+        )
+    return tokenizer, _load(folder, config, shardings)
+
+
+def save(
+    model: decoder.Decoder,
+    tokenizer: tokenizer_lib.Tokenizer,
+    path: str | os.PathLike[str],
+) -> None:
+    """Writes a directory that transformers and vLLM load with the same logits."""
+    ids = {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.pad_id,
+    }
+    save_decoder(model, path, token_ids=ids)
+    tokenizer.save(path)
+    files.write_json(pathlib.Path(path) / "generation_config.json", ids)
 
 
 def load_decoder(
@@ -36,38 +99,65 @@ def load_decoder(
     param_dtype: str = "float32",
     compute_dtype: str = "float32",
     remat: str = "none",
-    sharding: ShardingRule | None = None,
+    shardings: Mapping[parameters.Path, jax.sharding.Sharding] | None = None,
 ) -> decoder.Decoder:
-    """Reads a decoder from a Hugging Face directory.
+    """Reads a decoder alone, as `load` does.
 
     Args:
       path: directory with config.json and model.safetensors, or an index and shards.
       param_dtype, compute_dtype, remat: as in `DecoderConfig`.
-      sharding: where each parameter goes; None: the default device.
+      shardings: where each parameter goes, by path; None: the default device.
 
     Raises:
-      errors.CheckpointError: a file, key or tensor that is missing, unexpected, of
-        another shape or damaged; the message names it.
+      errors.CheckpointError: see `load`.
     """
-    folder = pathlib.Path(path)
-    where = folder / "config.json"
+    folder = _folder(path)
+    config = read_config(folder, param_dtype, compute_dtype, remat)
+    return _load(folder, config, shardings)
+
+
+def read_config(
+    path: str | os.PathLike[str],
+    param_dtype: str = "float32",
+    compute_dtype: str = "float32",
+    remat: str = "none",
+) -> decoder.DecoderConfig:
+    """Reads config.json alone (an estimate of memory needs no weights).
+
+    Raises:
+      errors.CheckpointError: missing, damaged, or a model that is not supported.
+    """
+    where = _folder(path) / "config.json"
     if not where.is_file():
         raise errors.CheckpointError(
             f"{where} does not exist; expected a Hugging Face model directory"
         )
-    config = hf_config.parse(
+    return hf_config.parse(
         where.read_text(encoding="utf-8"),
         str(where),
         param_dtype=param_dtype,
         compute_dtype=compute_dtype,
         remat=remat,
     )
+
+
+def _folder(path: str | os.PathLike[str]) -> pathlib.Path:
+    return _BUILTIN if path == "builtin" else pathlib.Path(path)
+
+
+def _load(
+    folder: pathlib.Path,
+    config: decoder.DecoderConfig,
+    shardings: Mapping[parameters.Path, jax.sharding.Sharding] | None,
+) -> decoder.Decoder:
     table = parameters.table(config)
     with _open_tensors(folder) as tensors:
         _check_tensors(tensors, table, config, folder)
         arrays = {
-            item_path: _read(tensors, item_path, item, param_dtype, sharding)
-            for item_path, item in table.items()
+            path: _read(
+                tensors, item, config.param_dtype, shardings and shardings[path]
+            )
+            for path, item in table.items()
         }
     return assemble(config, arrays)
 
@@ -85,10 +175,19 @@ def assemble(
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
-def save_decoder(model: decoder.Decoder, path: str | os.PathLike[str]) -> None:
-    """Writes a directory that transformers and vLLM load with the same logits.
+def save_decoder(
+    model: decoder.Decoder,
+    path: str | os.PathLike[str],
+    token_ids: Mapping[str, int | None] | None = None,
+) -> None:
+    """Writes config.json and model.safetensors.
 
     Each file appears, or replaces an earlier one, only when it is whole.
+
+    Args:
+      model: the decoder.
+      path: directory to write to.
+      token_ids: ids of the special tokens, for a model whose source named none.
 
     Raises:
       errors.CheckpointError: no Hugging Face architecture describes this decoder.
@@ -103,7 +202,7 @@ def save_decoder(model: decoder.Decoder, path: str | os.PathLike[str]) -> None:
             layer = layer.T if item.transposed else layer
             tensors[name] = np.ascontiguousarray(layer)
     dtype = str(tensors["model.embed_tokens.weight"].dtype)
-    config_text = hf_config.dump(model.config, dtype)
+    config_text = hf_config.dump(model.config, dtype, token_ids or {})
     folder = pathlib.Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / _SINGLE, tensors)
@@ -203,10 +302,9 @@ def _some(names: list[str], limit: int = 6) -> str:
 
 def _read(
     tensors: Mapping[str, Any],
-    path: parameters.Path,
     item: parameters.Parameter,
     dtype: str,
-    sharding: ShardingRule | None,
+    sharding: jax.sharding.Sharding | None,
 ) -> jax.Array:
     """Reads one parameter; only one shard of it at a time is on the host."""
 
@@ -227,9 +325,7 @@ def _read(
 
     if sharding is None:
         return jnp.asarray(shard((slice(None),) * len(item.shape)))
-    return jax.make_array_from_callback(
-        item.shape, sharding(path, item.dimensions), shard
-    )
+    return jax.make_array_from_callback(item.shape, sharding, shard)
 
 
 def _slice(

@@ -8,6 +8,7 @@ either generation reads the same model.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from clusterjax import errors
@@ -99,12 +100,18 @@ def parse(text: str, where: str, **overrides: Any) -> decoder.DecoderConfig:
         raise errors.CheckpointError(f"{where}: {error}") from None
 
 
-def dump(config: decoder.DecoderConfig, param_dtype: str) -> str:
+def dump(
+    config: decoder.DecoderConfig,
+    param_dtype: str,
+    token_ids: Mapping[str, int | None],
+) -> str:
     """Returns the text of the config.json that describes `config`.
 
-    Keys of the file that the model came from and that we do not use are kept.
+    Keys of the file that the model came from and that we do not use are kept; where it
+    had no ids of special tokens, `token_ids` gives them.
     """
     raw = json.loads(config.source_json) if config.source_json else {}
+    raw = {**token_ids, **raw}
     kind = raw.get("model_type") or _model_type(config)
     rope_parameters = _rope_parameters(config.rope)
     raw |= {

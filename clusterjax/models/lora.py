@@ -32,6 +32,16 @@ Factors = dict[str, dict[str, jax.Array]]
 _CONFIG_FILE = "adapter_config.json"
 _WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+# Keys of adapter_config.json that make it more than y = W x + alpha/r · B A x.
+_OTHER_KINDS = (
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "fan_in_fan_out",
+    "lora_bias",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +134,7 @@ def chosen_layers(
 def initialize(
     config: decoder.DecoderConfig, cfg: config_lib.LoraConfig, key: jax.Array
 ) -> Factors:
-    """Draws the factors: A uniform in ±1/√in (as PEFT), B zero, so training starts at 0.
+    """Draws A uniformly in ±1/√in, as PEFT does; B is zero, so training starts at 0.
 
     Raises:
       errors.ConfigError: rank below 1, or a target that matches nothing.
@@ -325,12 +335,7 @@ def _read_config(folder: pathlib.Path) -> dict[str, Any]:
         raise errors.CheckpointError(f"{where} does not exist") from None
     except (ValueError, KeyError, TypeError) as error:
         raise errors.CheckpointError(f"{where} is damaged: {error!r}") from None
-    other = [
-        name
-        for name in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
-        + ("modules_to_save", "fan_in_fan_out", "lora_bias")
-        if raw.get(name)
-    ]
+    other = [name for name in _OTHER_KINDS if raw.get(name)]
     if kind != "LORA" or other or raw.get("bias", "none") != "none":
         raise errors.CheckpointError(
             f"{where}: expected plain LoRA without biases; found peft_type={kind!r}, "
