@@ -1,0 +1,261 @@
+"""The train step: ℒ = Σ u_it ℓ_it of METHOD §4, its gradient, one update.
+
+The step multiplies per-token weights and sums, over micro-steps by a scan and over
+data shards by sharding annotations. There is no mean anywhere, so the gradient is the
+same for every placement of the examples. It knows rows and weights, never clusters.
+
+Parameters are a flat dict from dotted path (`blocks.q.kernel`) to array. What is
+trained (`params`) and what is not (`frozen`, with LoRA) are separate arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from clusterjax import datatypes
+from clusterjax import loss as loss_lib
+from clusterjax import mesh as mesh_lib
+from clusterjax import optimizer as optimizer_lib
+from clusterjax.models import decoder
+from clusterjax.models import parameters
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """A decoder without its parameters.
+
+    Attributes:
+      graph: NNX graph definition.
+      variables: path and abstract variable of every parameter.
+      config: of the decoder.
+      dimensions: dotted path → dimension names.
+    """
+
+    graph: Any
+    variables: tuple[tuple[parameters.Path, Any], ...]
+    config: decoder.DecoderConfig
+    dimensions: dict[str, optimizer_lib.Names]
+
+    def merge(
+        self, params: Params, frozen: Params
+    ) -> tuple[decoder.Decoder, decoder.Adapters | None]:
+        """The decoder with these parameters (arrays or tracers), and its adapters."""
+        values = {**frozen, **params}
+        filled = [(p, v.replace(values[".".join(p)])) for p, v in self.variables]
+        return nnx.merge(self.graph, nnx.from_flat_state(filled)), None
+
+
+def split(model: decoder.Decoder, remat: str = "none") -> tuple[Template, Params]:
+    """Takes a decoder apart; `remat` is what its backward pass recomputes."""
+    graph, state = nnx.split(model, nnx.Param)
+    arrays = {".".join(p): v[...] for p, v in nnx.to_flat_state(state)}
+    return template(dataclasses.replace(model.config, remat=remat)), arrays
+
+
+def template(model_config: decoder.DecoderConfig) -> Template:
+    """The template of a decoder, without any parameter in memory."""
+    abstract = nnx.eval_shape(lambda: decoder.Decoder(model_config, nnx.Rngs(0)))
+    graph, state = nnx.split(abstract, nnx.Param)
+    names = parameters.dimension_names(model_config)
+    dimensions = {".".join(p): optimizer_lib.Names(d) for p, d in names.items()}
+    return Template(
+        graph, tuple(nnx.to_flat_state(state)), model_config, dimensions
+    )
+
+
+class Metrics(NamedTuple):
+    """What a step reports; device values, fetched one step late.
+
+    Attributes:
+      loss: float32 scalar, ℒ.
+      grad_norm: float32 scalar, of the whole gradient, before clipping.
+      is_finite: bool scalar; false: the update was left out.
+      nll_sum: float32 scalar, Σ of `nll`: the loss without weights.
+      nll: float32 [A, P], −log p of each label token, in nats.
+      example_id: int32 [A, P], whose label it is, −1 = unused slot.
+    """
+
+    loss: Any
+    grad_norm: Any
+    is_finite: Any
+    nll_sum: Any
+    nll: Any
+    example_id: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Static sizes of the step's loss.
+
+    Attributes:
+      labels: most label tokens of one data shard in one micro-step.
+      vocab_chunk: vocabulary entries whose logits exist at once.
+    """
+
+    labels: int
+    vocab_chunk: int
+
+
+def vocab_shards(tmpl: Template, mesh: jax.sharding.Mesh) -> int:
+    """Devices over which the rows of the output matrix are split."""
+    tensor = mesh.shape.get("tensor", 1)
+    return 1 if tmpl.config.vocab_size % tensor else tensor
+
+
+def make_loss(
+    tmpl: Template, mesh: jax.sharding.Mesh, sizes: Sizes
+) -> Callable[[Params, Params, datatypes.Batch], tuple[jax.Array, tuple]]:
+    """Returns `loss(params, frozen, micro) → ℒ part, (nll_P, example_P)`.
+
+    `micro` is a batch without its leading axis A; its rows lie over the data shards.
+    """
+    num_shards = mesh_lib.num_shards(mesh)
+    matrix_shards = vocab_shards(tmpl, mesh)
+
+    def loss(params, frozen, micro):
+        model, adapters = tmpl.merge(params, frozen)
+        hidden_BTH = model.hidden(
+            micro.inputs, micro.segment_ids, micro.positions, adapters=adapters
+        )
+        labels = loss_lib.find_labels(
+            micro.loss_weights != 0, sizes.labels, num_shards
+        )
+        weights_P = jnp.where(labels.valid_P, labels.take(micro.loss_weights), 0)
+        # More labels than slots would make the loss smaller in silence.
+        weights_P = jnp.where(jnp.any(labels.overflow), jnp.nan, weights_P)
+        nll_P = loss_lib.token_nll(
+            labels.take(hidden_BTH),
+            jnp.where(labels.valid_P, labels.take(micro.targets), 0),
+            model.output_matrix(),
+            sizes.vocab_chunk,
+            matrix_shards,
+        )
+        example_P = jnp.where(labels.valid_P, labels.take(micro.example_id), -1)
+        return jnp.sum(weights_P * nll_P), (nll_P, example_P)
+
+    return loss
+
+
+def make_gradient(
+    tmpl: Template, mesh: jax.sharding.Mesh, sizes: Sizes
+) -> Callable[[Params, Params, datatypes.Batch], tuple[Any, ...]]:
+    """Returns `gradient(params, frozen, batch) → ℒ, gradient, nll_AP, example_AP`."""
+    value_and_grad = jax.value_and_grad(make_loss(tmpl, mesh, sizes), has_aux=True)
+
+    def gradient(params, frozen, batch):
+        if batch.inputs.shape[0] == 1:
+            micro = jax.tree.map(lambda x: x[0], batch)
+            (loss, (nll_P, example_P)), grads = value_and_grad(params, frozen, micro)
+            return loss, grads, nll_P[None], example_P[None]
+
+        def add(carry, micro):
+            (loss, aux), grads = value_and_grad(params, frozen, micro)
+            return jax.tree.map(jnp.add, carry, (loss, grads)), aux
+
+        zero = jnp.zeros((), loss_lib.accumulator_dtype(batch.loss_weights.dtype))
+        start = (zero, jax.tree.map(jnp.zeros_like, params))
+        (loss, grads), (nll_AP, example_AP) = jax.lax.scan(add, start, batch)
+        return loss, grads, nll_AP, example_AP
+
+    return gradient
+
+
+def make_step(
+    tmpl: Template,
+    tx: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    sizes: Sizes,
+) -> Callable[..., tuple[datatypes.TrainState, Metrics]]:
+    """Returns `step(state, frozen, batch) → state, metrics`, not yet jitted.
+
+    A step whose loss or gradient is not finite leaves parameters and optimiser as they
+    were (only `step` counts on) and says so in its metrics.
+    """
+    gradient = make_gradient(tmpl, mesh, sizes)
+
+    def step(state, frozen, batch):
+        loss, grads, nll_AP, example_AP = gradient(state.params, frozen, batch)
+        grad_norm = optimizer_lib.global_norm(grads)
+        is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(is_finite, new, old),
+            (params, opt_state),
+            (state.params, state.opt_state),
+        )
+        nll_sum = jnp.sum(jnp.where(example_AP >= 0, nll_AP, 0))
+        metrics = Metrics(loss, grad_norm, is_finite, nll_sum, nll_AP, example_AP)
+        return datatypes.TrainState(state.step + 1, params, opt_state), metrics
+
+    return step
+
+
+@dataclasses.dataclass(frozen=True)
+class Shardings:
+    """Where the step's arguments lie.
+
+    Attributes:
+      state: TrainState of shardings.
+      frozen: dotted path → sharding.
+      batch: of every leaf of the batch, [A, R·L, T].
+    """
+
+    state: datatypes.TrainState
+    frozen: dict[str, NamedSharding]
+    batch: NamedSharding
+
+
+def shardings(
+    tmpl: Template,
+    tx: optax.GradientTransformation,
+    params: Params,
+    frozen: Params,
+    mesh: jax.sharding.Mesh,
+    allow_replication: bool = False,
+) -> Shardings:
+    """Places parameters, optimiser state and batch by the rules of `mesh`.
+
+    Raises:
+      errors.ConfigError: the mesh does not fit the model's sizes.
+    """
+    mesh_lib.check_heads(tmpl.config.num_heads, tmpl.config.num_kv_heads, mesh)
+    shapes = {name: x.shape for name, x in {**frozen, **params}.items()}
+    placed = mesh_lib.parameter_shardings(
+        tmpl.dimensions, shapes, mesh, allow_replication
+    )
+    own = {name: placed[name] for name in params}
+    whole = mesh_lib.replicated(mesh)
+    opt_state = optimizer_lib.state_shardings(
+        jax.eval_shape(tx.init, params), own, {n: shapes[n] for n in params}, whole
+    )
+    return Shardings(
+        datatypes.TrainState(whole, own, opt_state),
+        {name: placed[name] for name in frozen},
+        NamedSharding(mesh, PartitionSpec(None, mesh_lib.BATCH_AXES)),
+    )
+
+
+def jit(
+    step: Callable[..., Any], places: Shardings, mesh: jax.sharding.Mesh
+) -> Any:
+    """Jits a step from `make_step`: fixed shardings, donated state."""
+    whole = mesh_lib.replicated(mesh)
+    labels = NamedSharding(mesh, PartitionSpec(None, mesh_lib.BATCH_AXES))
+    batch = datatypes.Batch(*(places.batch,) * len(datatypes.Batch._fields))
+    return jax.jit(
+        step,
+        in_shardings=(places.state, places.frozen, batch),
+        out_shardings=(places.state, Metrics(*(whole,) * 4, labels, labels)),
+        donate_argnums=0,
+    )
