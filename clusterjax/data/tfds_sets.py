@@ -1,0 +1,155 @@
+"""TensorFlow Datasets without TensorFlow: built-in, registered, or a directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow_datasets as tfds
+from etils import epath
+
+from clusterjax import config as config_lib
+from clusterjax import errors
+from clusterjax.data import builtin, rows, sources
+
+
+class TfdsSource(sources.Source):
+    """A split of a prepared TFDS builder, read by random access."""
+
+    def __init__(
+        self,
+        config: config_lib.SourceConfig,
+        name: str,
+        builder: tfds.core.DatasetBuilder,
+        key: str,
+    ):
+        super().__init__(config, name)
+        self._builder, self._key = builder, key
+        self._label = f"{os.fspath(builder.data_path)} split {config.split!r}"
+        known = list(builder.info.splits)
+        base = config.split.partition("[")[0]
+        if base not in known and base != "all":
+            raise errors.ConfigError(
+                f"{key}.split={config.split!r} is not in {name} (splits: "
+                f"{', '.join(known) or 'none'})"
+            )
+
+    def read(self) -> Iterator[rows.Row]:
+        self.problems.clear()
+        try:
+            data = self._builder.as_data_source(self.config.split)
+            count = len(data)
+        except Exception as error:  # TFDS and array_record raise many kinds
+            raise self._error(error) from error
+        if not count:
+            self.problems.append((self._label, "holds no rows"))
+        for index in range(count):
+            try:
+                record = data[index]
+            except Exception as error:
+                raise self._error(error, f" at record {index}") from error
+            yield _plain_row(index, record)
+
+    def _error(self, error: Exception, where: str = "") -> errors.DataError:
+        text = str(error).strip().splitlines() or [type(error).__name__]
+        return errors.DataError(f"{self._label} can't be read{where}: {text[0]}")
+
+    def digests(self) -> dict[str, str]:
+        folder = epath.Path(self._builder.data_path)
+        found = {
+            os.fspath(path): sources.file_digest(path)
+            for path in sorted(folder.iterdir())
+            if path.is_file()
+        }
+        return found | {f"{self._label}": self.config.split}
+
+    def place(self, index: int) -> str:
+        return f"{self._label} record {index}"
+
+
+def _plain_row(index: int, record: dict[str, Any]) -> rows.Row:
+    try:
+        return rows.Row(index, {name: plain(v) for name, v in record.items()})
+    except UnicodeDecodeError as error:
+        cause = f"not UTF-8 at byte {error.start + 1} of a text column"
+        return rows.Row(index, None, cause, "invalid_utf8")
+
+
+def plain(value: Any) -> Any:
+    """TFDS value → JSON-like value: bytes to text, arrays to lists, records to rows.
+
+    A sequence of records comes as a dict of lists and becomes a list of dicts.
+    """
+    if isinstance(value, bytes):
+        return value.decode("utf-8")
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, np.ndarray):
+        return plain(value.item()) if value.ndim == 0 else [plain(v) for v in value]
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        columns = {name: plain(item) for name, item in value.items()}
+        lists = [v for v in columns.values() if isinstance(v, list)]
+        if columns and len(lists) == len(columns) and len({len(v) for v in lists}) == 1:
+            return [dict(zip(columns, items)) for items in zip(*columns.values())]
+        return columns
+    return value
+
+
+def open_builtin(
+    config: config_lib.SourceConfig, spec: str, folder: str, key: str
+) -> TfdsSource:
+    """`builtin:name` or `builtin:name?setting=value&…`; families are its groups."""
+    name, _, query = spec.partition("?")
+    settings = {}
+    for part in filter(None, query.split("&")):
+        setting, sign, value = part.partition("=")
+        if not sign:
+            raise errors.ConfigError(f"{key}.path: {part!r} is not setting=value")
+        settings[setting] = _number(value)
+    root = folder or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"),
+        "clusterjax",
+        "builtin",
+    )
+    builder = builtin.prepare(name, root, **settings)
+    config = dataclasses.replace(config, group_column=config.group_column or "family")
+    return TfdsSource(config, config.name or name, builder, key)
+
+
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def open_registered(config: config_lib.SourceConfig, spec: str, key: str) -> TfdsSource:
+    """`tfds:name[/config][:version]`, downloaded and prepared when it is not there."""
+    try:
+        builder = tfds.builder(spec, file_format="array_record")
+        builder.download_and_prepare()
+    except Exception as error:
+        raise errors.DataError(
+            f"{key}.path=tfds:{spec} can't be prepared: {error}"
+        ) from error
+    return TfdsSource(config, config.name or builder.name, builder, key)
+
+
+def open_directory(
+    config: config_lib.SourceConfig, path: epath.Path, key: str
+) -> TfdsSource:
+    """A prepared builder's directory; the code that made it is not needed."""
+    try:
+        builder = tfds.builder_from_directory(path)
+    except Exception as error:
+        raise errors.DataError(
+            f"{key}.path={path} is not a readable TFDS directory: {error}"
+        ) from error
+    return TfdsSource(config, config.name or builder.name, builder, key)
