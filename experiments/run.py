@@ -9,7 +9,6 @@ A second start with the same --workdir goes on where the first one stopped.
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import jax
@@ -24,7 +23,6 @@ from clusterjax import (
     errors,
     features,
     files,
-    mesh as mesh_lib,
     models,
     progress,
     selection,
@@ -32,7 +30,11 @@ from clusterjax import (
     train,
 )
 from clusterjax import config as config_lib
-from experiments import artifacts, command_line, ledger as ledger_lib, report, workdir
+from clusterjax import mesh as mesh_lib
+from clusterjax import plan as plans
+from experiments import artifacts, command_line, report, workdir
+from experiments import ledger as ledger_lib
+from experiments.report import record as record_lib
 
 STAGES = ("data", "features", "cluster", "select", "train", "report")
 _METHODS_WITH_CLUSTERS = ("cluster", "stratified")
@@ -68,6 +70,8 @@ def execute(
       errors.UserError: a mistake in config, data or folder; raised before the feature
         pass starts.
     """
+    if config.mesh.num_simulated_devices is not None:
+        mesh_lib.simulate(config.mesh.num_simulated_devices)
     mesh = mesh_lib.build(config.mesh)
     with workdir.opened(folder, config, overwrite=overwrite) as opened:
         run = Run(config, opened, ledger_lib.Ledger(opened), mesh)
@@ -115,17 +119,17 @@ def _needs_features(config: config_lib.Config) -> bool:
     )
 
 
-def _saved_plan(run: Run) -> Any:
+def _saved_plan(run: Run) -> plans.SelectionPlan | None:
     """The plan that an earlier start left, if it belongs to this data."""
-    if run.plan is not None or not selection.SelectionPlan.exists(run.folder / "plan"):
-        return run.plan
-    run.plan = selection.SelectionPlan.load(run.folder / "plan")
-    if run.plan.corpus_fingerprint != run.corpus.fingerprint:
-        raise errors.PlanError(
-            f"{run.folder / 'plan'} was made from other data (fingerprint"
-            f" {run.plan.corpus_fingerprint} there, {run.corpus.fingerprint} now); use"
-            " another --workdir, or move the run away with --overwrite"
-        )
+    folder = run.folder / "plan"
+    if run.plan is None and (folder / "plan.json").exists():
+        run.plan = plans.SelectionPlan.load(folder)
+        there, here = run.plan.fingerprints["data"], run.corpus.fingerprint
+        if there != here:
+            raise errors.PlanError(
+                f"{folder} was made from other data (fingerprint {there} there, {here}"
+                " now); use another --workdir, or move the run away with --overwrite"
+            )
     return run.plan
 
 
@@ -181,7 +185,8 @@ def _select(run: Run) -> None:
                     config.selection, seed=config.seed + config.selection.seed
                 ),
                 corpus=run.corpus,
-                rules=subset,
+                subset_rules=subset,
+                target=_target_features(run),
             )
             run.plan.save(run.folder / "plan")
             entry.detail = _kept(run)
@@ -194,8 +199,33 @@ def _select(run: Run) -> None:
                 config.allocation, seed=config.seed + config.allocation.seed
             ),
             feats=run.features,
+            herd=subset.herded_order,
         )
         entry.detail = f"{run.schedule.num_steps:,} steps"
+
+
+def _target_features(run: Run) -> datatypes.GradientFeatures | None:
+    """Features of the held-out source that `selection.method=target` aims at."""
+    config = run.config
+    if config.selection.method != "target":
+        return None
+    names = run.eval_corpus.source_names if run.eval_corpus is not None else ()
+    wanted = config.selection.target_source
+    if wanted not in names:
+        raise errors.ConfigError(
+            f"selection.target_source={wanted!r} is not a held-out source; there are"
+            f" {', '.join(names) or 'none'} (data.eval_sources)"
+        )
+    found = features.compute(
+        run.model, run.eval_corpus, config.features, run.mesh, perf=config.perf
+    )
+    keep = found.source_id == names.index(wanted)
+    arrays = {
+        field.name: getattr(found, field.name)[keep]
+        for field in dataclasses.fields(found)
+        if isinstance(getattr(found, field.name), np.ndarray)
+    }
+    return dataclasses.replace(found, **arrays)
 
 
 def _kept(run: Run) -> str:
@@ -217,14 +247,83 @@ def _train(run: Run) -> None:
             eval_corpus=run.eval_corpus,
             model_cfg=config.model,
             eval_cfg=config.eval,
+            mesh_cfg=config.mesh,
             perf=config.perf,
             report=config.report,
         )
 
 
+def _summarise(run: Run) -> dict[str, Any]:
+    """What came out, in numbers; written to `summary.json`."""
+    kept, count = len(np.unique(run.plan.example_id)), run.corpus.num_examples
+    seconds = {entry.stage: round(entry.seconds, 3) for entry in run.ledger.entries}
+    first, last = run.result.initial_eval, run.result.final_eval
+    summary = {
+        "method": run.config.selection.method,
+        "num_examples": count,
+        "num_kept": kept,
+        "kept_fraction": kept / count,
+        "num_clusters": run.plan.num_clusters,
+        "num_steps": run.schedule.num_steps,
+        "initial_eval": first,
+        "final_eval": last,
+        "seconds_by_stage": seconds,
+        "seconds_total": round(run.ledger.total, 3),
+        "train_seconds_by_part": run.result.seconds,
+        "config_fingerprint": config_lib.fingerprint(run.config),
+        "plan_fingerprint": run.plan.fingerprint,
+    }
+    if first and last:
+        summary["loss_fall"] = 1 - last["loss"] / first["loss"]
+    return summary
+
+
 def _report(run: Run) -> None:
-    with run.ledger.stage("report"):
-        report.write(run)
+    if jax.process_index() != 0:
+        return
+    run.summary = _summarise(run)
+    files.write_json(run.folder / "summary.json", run.summary)
+    if run.config.report.html:
+        with run.ledger.stage("report") as entry:
+            path = run.folder / "report.html"
+            report.write(_record(run), path)
+            entry.detail = str(path)
+    _say_result(run.summary)
+
+
+def _record(run: Run) -> report.RunRecord:
+    return report.RunRecord(
+        config=run.config,
+        corpus=run.corpus,
+        tokenizer=run.tokenizer,
+        feats=run.features,
+        clusters=run.clusters,
+        plan=run.plan,
+        schedule=run.schedule,
+        layout=record_lib.Layout(
+            mesh_lib.num_shards(run.mesh), run.config.allocation.accumulation_steps
+        ),
+        metrics=run.result.history,
+        ledger=[dataclasses.asdict(entry) for entry in run.ledger.entries],
+        summary=run.summary,
+        environment=files.read_json(run.folder / "environment.json"),
+        data_report=files.read_json(run.folder / "data" / "report.json"),
+    )
+
+
+def _say_result(summary: dict[str, Any]) -> None:
+    first, last = summary["initial_eval"], summary["final_eval"]
+    losses = (
+        f"; held-out loss {first['loss']:.4f} → {last['loss']:.4f}"
+        f" ({-summary['loss_fall']:+.1%})"
+        if first and last
+        else ""
+    )
+    progress.say(
+        f"done: kept {summary['num_kept']:,} of {summary['num_examples']:,} examples"
+        f" ({summary['kept_fraction']:.1%}){losses}; {summary['seconds_total']:,.0f} s"
+        " with selection"
+    )
 
 
 _STAGE_FUNCTIONS = {
