@@ -281,9 +281,7 @@ def _token_nll_backward(vocab_chunk, vocab_shards, kept, cotangent_P):
         d_hidden_PH, d_matrix_SWH = carry
         p_PC = jnp.where(chunk.fresh_C[None, :], jnp.exp(logits_PC - lse_P[:, None]), 0)
         is_target = targets_P[:, None] == chunk.vocab_C[None, :]
-        error_PC = jnp.where(
-            is_target & chunk.fresh_C[None, :], -miss_P[:, None], p_PC
-        )
+        error_PC = jnp.where(is_target & chunk.fresh_C[None, :], -miss_P[:, None], p_PC)
         error_PC = (error_PC * cotangent_P[:, None]).astype(hidden_PH.dtype)
         d_hidden_PH = d_hidden_PH + jnp.einsum(
             "pc,ch->ph", error_PC, chunk.rows_CH, preferred_element_type=dtype
@@ -294,9 +292,7 @@ def _token_nll_backward(vocab_chunk, vocab_shards, kept, cotangent_P):
         d_rows = d_rows_CH.reshape(vocab_shards, -1, width)
         at = (jnp.zeros_like(chunk.start), chunk.start, jnp.zeros_like(chunk.start))
         earlier = jax.lax.dynamic_slice(d_matrix_SWH, at, d_rows.shape)
-        d_matrix_SWH = jax.lax.dynamic_update_slice(
-            d_matrix_SWH, earlier + d_rows, at
-        )
+        d_matrix_SWH = jax.lax.dynamic_update_slice(d_matrix_SWH, earlier + d_rows, at)
         return d_hidden_PH, d_matrix_SWH
 
     start = (

@@ -1,0 +1,93 @@
+"""The model as the feature pass sees it: a graph, parameters and their hash."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from clusterjax.models import decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelState:
+    """A decoder split for jit.
+
+    Attributes:
+      graph: static part; `nnx.merge(graph, params)` is the decoder.
+      params: parameters, passed to every jitted function as an argument: closed over,
+        they would be compiled in as constants.
+      config: of the decoder, with the compute type and remat of the pass.
+      num_layers: blocks that the pass runs; None: all.
+    """
+
+    graph: nnx.GraphDef
+    params: nnx.State
+    config: decoder.DecoderConfig
+    num_layers: int | None = None
+
+    def merge(self, params: nnx.State) -> decoder.Decoder:
+        """The decoder with these parameters (used inside jit)."""
+        return nnx.merge(self.graph, params)
+
+
+def split(
+    model: decoder.Decoder,
+    compute_dtype: str = "",
+    remat: str = "none",
+    num_layers: int | None = None,
+) -> ModelState:
+    """Splits a decoder, with another compute type ('' = its own) and remat."""
+    config = dataclasses.replace(
+        model.config,
+        compute_dtype=compute_dtype or model.config.compute_dtype,
+        remat=remat,
+    )
+    abstract = nnx.eval_shape(lambda: decoder.Decoder(config, nnx.Rngs(0)))
+    return ModelState(nnx.split(abstract)[0], nnx.split(model)[1], config, num_layers)
+
+
+def fingerprint(state: ModelState) -> str:
+    """24 hex digits that identify the function the model computes.
+
+    The parameters are hashed where they lie, by sums of mixed integers modulo 2³²,
+    which no sharding changes; so equal parameters hash equally on every mesh.
+    """
+    config = dataclasses.replace(
+        state.config, remat="none", source_json="", initializer_range=0.0
+    )
+    digest = hashlib.blake2b(repr(config).encode(), digest_size=12)
+    digest.update(str(state.num_layers).encode())
+    for path, variable in sorted(nnx.to_flat_state(state.params)):
+        array = variable[...]
+        digest.update(f"{path}{array.shape}{array.dtype}".encode())
+        digest.update(np.asarray(_hash(array)).tobytes())
+    return digest.hexdigest()
+
+
+@jax.jit
+def _hash(array: jax.Array) -> jax.Array:
+    """uint32 [4], sums over the entries of four mixes of (index, bits)."""
+    width = jnp.dtype(array.dtype).itemsize
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[width]
+    bits = jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
+    place = jnp.zeros(bits.shape, jnp.uint32)
+    for axis, size in enumerate(bits.shape):
+        along = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+        place = place * jnp.uint32(size) + along
+    sums = [
+        jnp.sum(_mix(bits ^ _mix(place + jnp.uint32(salt))), dtype=jnp.uint32)
+        for salt in (0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F)
+    ]
+    return jnp.stack(sums)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """Finaliser of MurmurHash3 (A. Appleby, public domain): a bijection of uint32."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
