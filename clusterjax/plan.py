@@ -121,6 +121,11 @@ class SelectionPlan:
         return self.candidate_id[self.copies == 0]
 
     @property
+    def corpus_fingerprint(self) -> str:
+        """Fingerprint of the corpus that the plan was made from."""
+        return self.fingerprints.get("data", "")
+
+    @property
     def num_kept(self) -> int:
         """M."""
         return int(self.copies.sum())
@@ -178,6 +183,11 @@ class SelectionPlan:
         files.write_bytes(directory / "plan.parquet", table)
         files.write_bytes(directory / "centroids.npy", centroids)
         files.write_json(directory / "plan.json", manifest)
+
+    @staticmethod
+    def exists(directory: epath.PathLike) -> bool:
+        """Whether `directory` holds a plan (its manifest is written last)."""
+        return (epath.Path(directory) / "plan.json").exists()
 
     @classmethod
     def load(cls, directory: epath.PathLike) -> SelectionPlan:

@@ -24,7 +24,7 @@ def with_order(
       plan: the selection plan.
       cfg: allocation settings.
       feats: gradient features of the plan.
-      herd: `herd(vectors_MD, cluster_id_M, counts_SK, pool, seed) -> order int [M]`.
+      herd: `herd(vectors_MD, cluster_id_M, counts_SK, pool=, seed=) -> int [M]`.
 
     Raises:
       errors.PlanError: no order is stored and there are no features to make one.
@@ -52,7 +52,7 @@ def with_order(
     counts_SK = _counts(members_SB, plan)
     vectors_MD = _vectors(plan, feats)
     order_M = (herd or numpy_order)(
-        vectors_MD, plan.cluster_id, counts_SK, cfg.herding_pool, cfg.seed
+        vectors_MD, plan.cluster_id, counts_SK, pool=cfg.herding_pool, seed=cfg.seed
     )
     return dataclasses.replace(
         plan, herded_order=np.asarray(order_M, np.int64), herded_for=made_for
@@ -78,8 +78,9 @@ def numpy_order(
     vectors_MD: np.ndarray,
     cluster_id_M: np.ndarray,
     counts_SK: np.ndarray,
-    pool: int,
-    seed: int,
+    *,
+    pool: int = 0,
+    seed: int = 0,
 ) -> np.ndarray:
     """Greedy herding under the coverage of each step, plain NumPy.
 

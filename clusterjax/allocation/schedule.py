@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from clusterjax import config, datatypes, errors, files, rational, steps
+from clusterjax import config, datatypes, errors, files, packing, rational, steps
 from clusterjax import plan as plans
-from clusterjax.allocation import herded, membership, packing, placement, weights
+from clusterjax.allocation import herded, membership, placement, weights
 
 _BLOCK = 64  # steps that are placed together
 _EPOCHS_CACHED = 2
@@ -52,7 +52,7 @@ class Schedule:
         self._user_weight = plan.user_weight[plan.entry]
         self._epochs: collections.OrderedDict = collections.OrderedDict()
         self._blocks: collections.OrderedDict = collections.OrderedDict()
-        self._rows_used: dict[int, np.ndarray] = {}
+        self._sizes: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def __len__(self) -> int:
         return self.num_steps
@@ -81,6 +81,10 @@ class Schedule:
     def epoch_weights(self, epoch: int) -> np.ndarray:
         """float64 [S, B], u_i of `members(epoch)`."""
         return self._epoch(epoch)[1]
+
+    def epoch(self, step: int) -> int:
+        """The epoch of a step, from 0."""
+        return self._locate(step)[0]
 
     def step(self, step: int) -> steps.Step:
         """The examples and weights of one step, in O(B) once the epoch is known."""
@@ -146,18 +150,31 @@ class Schedule:
     def rows_needed(self, num_shards: int, num_micro_steps: int | None = None) -> int:
         """L: rows per shard and micro-step that every step of the run fits in."""
         micro_steps = num_micro_steps or self.config.accumulation_steps
-        return -(-int(self.rows_used(num_shards).max()) // micro_steps)
+        return -(-int(self.rows_used(num_shards, micro_steps).max()) // micro_steps)
 
-    def rows_used(self, num_shards: int) -> np.ndarray:
-        """int32 [steps of the run], rows in use on the fullest shard of each step."""
-        if num_shards not in self._rows_used:
-            self._rows_used[num_shards] = np.concatenate(
-                [
-                    self._epoch_rows(epoch, num_shards)
-                    for epoch in range(self.num_epochs)
-                ]
-            )[: self.num_steps]
-        return self._rows_used[num_shards]
+    def labels_needed(self, num_shards: int, num_micro_steps: int | None = None) -> int:
+        """Most label tokens on one shard in one micro-step, over the run."""
+        return int(self._all_sizes(num_shards, num_micro_steps)[1].max())
+
+    def rows_used(
+        self, num_shards: int, num_micro_steps: int | None = None
+    ) -> np.ndarray:
+        """int64 [steps of the run], rows in use on the fullest shard of each step."""
+        return self._all_sizes(num_shards, num_micro_steps)[0]
+
+    def _all_sizes(
+        self, num_shards: int, num_micro_steps: int | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(rows, labels) of the fullest shard of each step; places the whole run."""
+        key = num_shards, num_micro_steps or self.config.accumulation_steps
+        if key not in self._sizes:
+            same = self.config.order == "herded"
+            epochs = range(1 if same else self.num_epochs)
+            parts = [self._epoch_sizes(epoch, *key) for epoch in epochs]
+            repeats = self.num_epochs if same else 1
+            rows, labels = (np.concatenate(part * repeats) for part in zip(*parts))
+            self._sizes[key] = rows[: self.num_steps], labels[: self.num_steps]
+        return self._sizes[key]
 
     def where(self, example_id: int) -> list[tuple[int, int]]:
         """(epoch, step) pairs in which an example of the corpus takes part."""
@@ -234,11 +251,22 @@ class Schedule:
             rows = packing.one_per_row(shard_SB)
         return shard_SB, *rows
 
-    def _epoch_rows(self, epoch: int, num_shards: int) -> np.ndarray:
-        if not self.config.packing and self.config.placement == "spread":
-            return -(-(self.members(epoch) >= 0).sum(1) // num_shards)
-        _, row_SB, _ = self._place(self.members(epoch), num_shards)
-        return row_SB.max(1) + 1
+    def _epoch_sizes(
+        self, epoch: int, num_shards: int, num_micro_steps: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        members_SB = self.members(epoch)
+        shard_SB, row_SB, _ = self._place(members_SB, num_shards)
+        step, slot = np.nonzero(members_SB >= 0)
+        micro_step = row_SB[step, slot] % num_micro_steps
+        cell = step * num_shards + shard_SB[step, slot]
+        cells_per_step = num_shards * num_micro_steps
+        labels = np.bincount(
+            cell * num_micro_steps + micro_step,
+            self.num_labels[members_SB[step, slot]],
+            minlength=len(members_SB) * cells_per_step,
+        )
+        most = labels.reshape(len(members_SB), cells_per_step).max(1)
+        return row_SB.max(1) + 1, most.astype(np.int64)
 
 
 def allocate(
@@ -257,7 +285,7 @@ def allocate(
       num_labels: int [N], label tokens of each example of the corpus.
       cfg: allocation settings.
       feats: gradient features, for `order = herded` unless the plan holds that order.
-      herd: orders the herding vectors on accelerators (`subset.herded_order`); the
+      herd: orders the herding vectors on accelerators (`subset.herded_order`); a
         NumPy form otherwise.
 
     Returns:
