@@ -56,7 +56,7 @@ def load(
       errors.UserError: a file, key or tensor that is missing, unexpected, of another
         shape or damaged, or a tokenizer with more tokens than the model; it is named.
     """
-    folder = _folder(path)
+    folder = directory_of(path)
     config = read_config(folder, dtype, compute_dtype, remat)
     tokenizer = tokenizer_lib.Tokenizer.load(folder)
     if tokenizer.vocab_size > config.vocab_size:
@@ -111,7 +111,7 @@ def load_decoder(
     Raises:
       errors.CheckpointError: see `load`.
     """
-    folder = _folder(path)
+    folder = directory_of(path)
     config = read_config(folder, param_dtype, compute_dtype, remat)
     return _load(folder, config, shardings)
 
@@ -127,7 +127,7 @@ def read_config(
     Raises:
       errors.CheckpointError: missing, damaged, or a model that is not supported.
     """
-    where = _folder(path) / "config.json"
+    where = directory_of(path) / "config.json"
     if not where.is_file():
         raise errors.CheckpointError(
             f"{where} does not exist; expected a Hugging Face model directory"
@@ -141,7 +141,8 @@ def read_config(
     )
 
 
-def _folder(path: str | os.PathLike[str]) -> pathlib.Path:
+def directory_of(path: str | os.PathLike[str]) -> pathlib.Path:
+    """The directory that `model.path` means; "builtin" is the model that comes along."""
     return _BUILTIN if path == "builtin" else pathlib.Path(path)
 
 
