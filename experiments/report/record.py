@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from etils import epath
 
-from clusterjax import allocation, config, datatypes
+from clusterjax import allocation, config, datatypes, files
 from clusterjax import plan as plan_lib
 from experiments import history as history_lib
+from experiments import saved_run
 
 
 class Decoder(Protocol):
@@ -28,7 +30,6 @@ class Layout:
 
     num_shards: int
     accumulation_steps: int
-    rows: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,5 +97,27 @@ class RunRecord:
         return kept_N
 
 
-def read(workdir):
-    raise NotImplementedError
+def read(workdir: epath.PathLike) -> RunRecord:
+    """Reads a run folder.
+
+    Raises:
+      errors.WorkdirError: the folder holds no run.
+    """
+    folder = epath.Path(workdir)
+    run = saved_run.load(folder)
+    ledger = folder / "ledger.json"
+    return RunRecord(
+        config=run.config,
+        corpus=run.corpus,
+        tokenizer=run.tokenizer,
+        feats=run.feats,
+        clusters=run.clusters,
+        plan=run.plan,
+        schedule=run.schedule,
+        layout=Layout(run.num_shards, run.config.allocation.accumulation_steps),
+        metrics=saved_run.read_lines(folder / "metrics.jsonl"),
+        ledger=files.read_json(ledger) if ledger.exists() else [],
+        summary=saved_run.read_json(folder / "summary.json"),
+        environment=saved_run.read_json(folder / "environment.json"),
+        data_report=saved_run.read_json(folder / "data" / "report.json"),
+    )
