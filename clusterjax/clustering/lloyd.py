@@ -169,7 +169,7 @@ def assign(rows: rows_lib.Rows, centers_KD: jax.Array) -> tuple[np.ndarray, np.n
       labels int32 [N] and squared euclidean distances float32 [N], on the host.
     """
     label_N, distance_N = _assign(
-        rows.values_ND, centers_KD, mesh=rows.mesh, block=rows.block_rows
+        rows.values_ND, centers_KD, mesh=rows.mesh, block=rows.block
     )
     return (
         rows_lib.to_host(label_N, rows.num_rows),

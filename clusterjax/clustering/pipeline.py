@@ -22,6 +22,7 @@ def fit(
     cfg: config.ClusteringConfig,
     mesh: Mesh | None,
     key: jax.Array,
+    perf: config.PerfConfig | None = None,
 ) -> datatypes.Clustering:
     """Clusters gradient features (METHOD §2): k-means, floor, capacity.
 
@@ -30,6 +31,7 @@ def fit(
       cfg: the `clustering` part of the config.
       mesh: rows are split over its axes `data` and `fsdp`; None is one device.
       key: JAX key of the starts.
+      perf: the `perf` part of the config (`kmeans_block`).
 
     Returns:
       The final labels, with the sizes after each of the three steps.
@@ -57,6 +59,7 @@ def fit(
         restart_sample=cfg.restart_sample,
         mesh=mesh,
         row_names=feats.uid,
+        block_rows=(perf or config.PerfConfig()).kmeans_block,
     )
     clusters = apply_floor(feats.values, clusters, cfg.min_cluster_size)
     clusters = apply_capacity(feats.values, clusters, cfg.capacity_factor)

@@ -23,7 +23,7 @@ from clusterjax import errors
 DATA_AXES = ("data", "fsdp")
 # Rows that share one key of noise; shards hold whole groups of this size.
 NOISE_ROWS = 256
-# Rows whose distances are in memory at once.
+# Rows whose distances are in memory at once, by default.
 BLOCK_ROWS = 2048
 
 
@@ -40,6 +40,7 @@ class Rows:
       num_rows: N, without padding.
       spherical: rows are scaled to unit length, and centres are to be.
       mesh: the mesh whose data axes hold the rows.
+      block: rows whose distances are in memory at once; divides a shard.
     """
 
     values_ND: jax.Array
@@ -50,10 +51,7 @@ class Rows:
     num_rows: int
     spherical: bool
     mesh: Mesh
-
-    @property
-    def block_rows(self) -> int:
-        return block_rows(self.num_rows, num_shards(self.mesh))
+    block: int
 
     def fetch(self, index: np.ndarray) -> np.ndarray:
         """float32 [len(index), D], the (centred) rows of these numbers, on the host."""
@@ -74,10 +72,10 @@ def single_device_mesh() -> Mesh:
     return Mesh(np.array([device]), ("data",), axis_types=(AxisType.Auto,))
 
 
-def block_rows(num_rows: int, shards: int) -> int:
+def _block_rows(most: int, num_rows: int, shards: int) -> int:
     """Rows of one block: whole noise groups, no larger than a shard needs."""
     per_shard = math.ceil(num_rows / shards / NOISE_ROWS) * NOISE_ROWS
-    return min(BLOCK_ROWS, per_shard)
+    return min(max(1, most // NOISE_ROWS) * NOISE_ROWS, per_shard)
 
 
 def place(
@@ -87,6 +85,7 @@ def place(
     *,
     spherical: bool = False,
     row_names: Any = None,
+    block_rows: int = BLOCK_ROWS,
 ) -> Rows:
     """Lays rows over the data shards of `mesh` (one device when it is None).
 
@@ -98,6 +97,7 @@ def place(
       spherical: scale rows to unit length; otherwise the mean row is subtracted, which
         keeps distances exact far from the origin.
       row_names: ids of the rows for error messages, row numbers when None.
+      block_rows: most rows whose distances are in memory at once.
 
     Raises:
       UserError: a row is not finite, there is no row, or shapes do not fit.
@@ -106,7 +106,7 @@ def place(
     mesh = mesh or single_device_mesh()
     num_rows, dim = values_ND.shape
     shards = num_shards(mesh)
-    block = block_rows(num_rows, shards)
+    block = _block_rows(block_rows, num_rows, shards)
     padded = math.ceil(num_rows / shards / block) * block * shards
     sharding = NamedSharding(mesh, P(data_axes(mesh)))
 
@@ -141,6 +141,7 @@ def place(
         num_rows=num_rows,
         spherical=spherical,
         mesh=mesh,
+        block=block,
     )
 
 

@@ -41,7 +41,7 @@ def plus_plus(
         num_clusters=num_clusters,
         candidates=num_candidates(num_clusters),
         mesh=rows.mesh,
-        block=rows.block_rows,
+        block=rows.block,
     )
 
 

@@ -33,6 +33,7 @@ def kmeans(
     restart_sample: int | None = None,
     mesh: Mesh | None = None,
     row_names: Any = None,
+    block_rows: int = rows_lib.BLOCK_ROWS,
 ) -> datatypes.Clustering:
     """Clusters the rows of a matrix (METHOD §2, without floor and capacity).
 
@@ -55,6 +56,7 @@ def kmeans(
         all; None lets `default_sample` decide, 0 takes all rows.
       mesh: rows are split over its axes `data` and `fsdp`; None is one device.
       row_names: ids of rows for error messages.
+      block_rows: most rows whose distances are in memory at once.
 
     Raises:
       UserError: non-finite rows (named), impossible sizes or weights.
@@ -62,7 +64,12 @@ def kmeans(
     _check(values_ND, num_clusters, num_restarts, init)
     values_ND = np.asarray(values_ND)
     rows = rows_lib.place(
-        values_ND, weights, mesh, spherical=metric == "spherical", row_names=row_names
+        values_ND,
+        weights,
+        mesh,
+        spherical=metric == "spherical",
+        row_names=row_names,
+        block_rows=block_rows,
     )
     distinct = distinct_rows(values_ND, weights, num_clusters)
     if distinct is not None:
@@ -129,7 +136,7 @@ def iterate(
         max_iterations=max_iterations,
         spherical=rows.spherical,
         mesh=rows.mesh,
-        block=rows.block_rows,
+        block=rows.block,
     )
     while True:
         state = lloyd.run(rows, state, tol * rows.variance, options)
@@ -175,7 +182,13 @@ def _sample(
     part_weights = None if weights is None else weights[chosen]
     if distinct_rows(part, part_weights, num_clusters) is not None:
         return rows
-    return rows_lib.place(part, part_weights, rows.mesh, spherical=rows.spherical)
+    return rows_lib.place(
+        part,
+        part_weights,
+        rows.mesh,
+        spherical=rows.spherical,
+        block_rows=rows.block,
+    )
 
 
 def _best_start(
@@ -198,7 +211,7 @@ def _best_start(
                 rows.square_N,
                 state.centers_GKD,
                 mesh=rows.mesh,
-                block=rows.block_rows,
+                block=rows.block,
             )
         )
         g = int(np.argmin(inertia_G))
