@@ -18,9 +18,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from clusterjax import datatypes
-from clusterjax import errors
-from clusterjax import progress
+from clusterjax import datatypes, errors, progress
 
 _DAMAGED = "damaged-"
 

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from clusterjax import config
-from clusterjax import datatypes
+from clusterjax import config, datatypes
 from clusterjax import loss as loss_lib
 from clusterjax import mesh as mesh_lib
 from clusterjax import step as step_lib

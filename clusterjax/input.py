@@ -9,17 +9,40 @@ here resuming is the step number.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from clusterjax import datatypes
+from clusterjax import batching, datatypes, steps
 from clusterjax import mesh as mesh_lib
+
+_SCANNED = 2048
+_SLOT_STEP = 16
+
+
+class Schedule(Protocol):
+    """What training asks of a schedule (`allocation.Schedule` is one).
+
+    Attributes:
+      num_steps: steps of the whole run.
+      num_labels: int64 [M], label tokens of each kept entry.
+      fingerprint: hash of what decides membership and weights.
+    """
+
+    num_steps: int
+    num_labels: np.ndarray
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def place(self, step: int, num_shards: int) -> steps.Placement: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,33 +51,65 @@ class StepInput:
 
     Attributes:
       step: index of the step, from 0.
-      batch: on the devices, [A, R·L, T].
+      epoch: from 0.
+      batch: [A, R·L, T] on the devices (NumPy and own rows only, before `put`).
       tokens: tokens of all examples of the step, over all processes (no padding).
       labels: label tokens of all examples of the step.
+      label_slots: slots per data shard and micro-step that hold its label tokens.
     """
 
     step: int
+    epoch: int
     batch: datatypes.Batch
     tokens: int
     labels: int
+    label_slots: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """What a source returns for one step.
+class Layout:
+    """The rows of every step on one mesh, and the static sizes of its batches.
 
     Attributes:
-      batch: NumPy rows of the asked data shards, [A, len(shards)·L, T].
-      tokens, labels: of the whole step, all shards.
+      label_slots: slots for label tokens that the steps of this run use (the first
+        `_SCANNED` are looked at). A later step may need more; it then says so. The
+        number never depends on where a run was resumed, and neither does a result.
     """
 
-    batch: datatypes.Batch
-    tokens: int
-    labels: int
+    def __init__(
+        self, schedule: Schedule, corpus: datatypes.Corpus, mesh: jax.sharding.Mesh
+    ):
+        self._schedule, self._corpus = schedule, corpus
+        self._num_shards = mesh_lib.num_shards(mesh)
+        scanned = range(min(schedule.num_steps, _SCANNED))
+        most = max(self._most_labels(self._place(step)) for step in scanned)
+        self.label_slots = _round_up(most, _SLOT_STEP)
+
+    def rows(self, step: int, shards: tuple[int, ...]) -> StepInput:
+        """Assembles the rows of `shards`, in NumPy."""
+        placed = self._place(step)
+        most = self._most_labels(placed)
+        fits = most <= self.label_slots
+        return StepInput(
+            step,
+            placed.step.epoch,
+            batching.fill(self._corpus, placed, shards),
+            int(placed.length.sum()),
+            int(self._schedule.num_labels[placed.step.entry].sum()),
+            self.label_slots if fits else _round_up(most, 16 * _SLOT_STEP),
+        )
+
+    def _place(self, step: int) -> steps.Placement:
+        return self._schedule.place(step, self._num_shards)
+
+    def _most_labels(self, placed: steps.Placement) -> int:
+        """Label tokens of the fullest data shard in a micro-step."""
+        cell = placed.shard * placed.num_micro_steps + placed.micro_step
+        labels = self._schedule.num_labels[placed.step.entry]
+        return int(np.bincount(cell, labels).max())
 
 
-# (step, data shards) → the rows of those shards.
-Source = Callable[[int, tuple[int, ...]], Rows]
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
 
 
 def put(
@@ -89,17 +144,17 @@ class Feed:
 
     def __init__(
         self,
-        source: Source,
+        layout: Layout,
         mesh: jax.sharding.Mesh,
-        steps: range,
+        numbers: range,
         num_ahead: int,
     ):
-        self._source, self._mesh = source, mesh
+        self._layout, self._mesh = layout, mesh
         self._shards = mesh_lib.local_shards(mesh)
         self._queue: queue.Queue = queue.Queue(max(num_ahead, 1))
         self._closed = threading.Event()
         self._thread = threading.Thread(
-            target=self._fill, args=(steps,), name="input", daemon=True
+            target=self._fill, args=(numbers,), name="input", daemon=True
         )
         self._thread.start()
 
@@ -116,17 +171,16 @@ class Feed:
         """Stops the thread."""
         self._closed.set()
         while self._thread.is_alive():
-            try:  # makes room, in case the thread waits for it
+            # Makes room, in case the thread waits for it.
+            with contextlib.suppress(queue.Empty):
                 self._queue.get(timeout=0.05)
-            except queue.Empty:
-                pass
 
-    def _fill(self, steps: range) -> None:
+    def _fill(self, numbers: range) -> None:
         try:
-            for step in steps:
-                rows = self._source(step, self._shards)
-                batch = put(rows.batch, self._mesh, self._shards)
-                self._give(StepInput(step, batch, rows.tokens, rows.labels))
+            for step in numbers:
+                item = self._layout.rows(step, self._shards)
+                batch = put(item.batch, self._mesh, self._shards)
+                self._give(dataclasses.replace(item, batch=batch))
                 if self._closed.is_set():
                     return
             self._give(None)

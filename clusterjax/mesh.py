@@ -15,9 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from clusterjax import config
-from clusterjax import errors
-from clusterjax import progress
+from clusterjax import config, errors, progress
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -95,17 +93,14 @@ def resolve_shape(cfg: config.MeshConfig, num_devices: int) -> tuple[int, int, i
         raise errors.ConfigError(
             f"{written}: expected sizes of at least 1, and at most one −1"
         )
-    if -1 in sizes:
-        known = math.prod(s for s in sizes if s != -1)
-        sizes[sizes.index(-1)] = max(num_devices // known, 1)
-    if math.prod(sizes) != num_devices:
+    known = math.prod(s for s in sizes if s != -1)
+    if num_devices % known or (known != num_devices and -1 not in sizes):
         raise errors.ConfigError(
-            f"{written} needs a multiple of {math.prod(sizes)} devices, but there are"
-            f" {num_devices}; change an axis, or set one to −1"
-            if -1 in (cfg.data, cfg.fsdp, cfg.tensor)
-            else f"{written} is {math.prod(sizes)} devices, but there are {num_devices};"
-            " change an axis, or set one to −1"
+            f"{written} does not fit {num_devices} devices; change an axis, or set one"
+            " to −1 (what is left)"
         )
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = num_devices // known
     return sizes[0], sizes[1], sizes[2]
 
 
@@ -185,13 +180,13 @@ def parameter_shardings(
             left.append(f"{path} {list(shape)} over {' and '.join(failed)}")
     if left:
         sizes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in AXES)
-        text = f"these parameters do not divide by the mesh ({sizes}): {'; '.join(left)}"
+        text = f"not divisible by the mesh ({sizes}): {'; '.join(left)}"
         if not allow_replication:
             raise errors.ConfigError(
-                f"{text}. Choose other sizes of mesh.fsdp or mesh.tensor, or set"
-                " mesh.allow_replication=True to keep them whole on every device."
+                f"parameters {text}. Choose other sizes of mesh.fsdp or mesh.tensor,"
+                " or keep them whole on every device: mesh.allow_replication=True"
             )
-        progress.say(f"  replicated: {text}")
+        progress.say(f"  kept whole on every device, since {text}")
     return result
 
 

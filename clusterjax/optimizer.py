@@ -126,7 +126,7 @@ def state_shardings(
     shapes: dict[str, tuple[int, ...]],
     whole: Any,
 ) -> Any:
-    """Where the optimiser's state lies: a full-size moment lies where its parameter does.
+    """Where the optimiser's state lies: full-size moments with their parameters.
 
     Args:
       state: abstract optimiser state; parameters are a flat dict by name.
@@ -147,5 +147,5 @@ def state_shardings(
 
 def global_norm(tree: Any) -> jax.Array:
     """Euclidean norm over all leaves, float32."""
-    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
-    return jnp.sqrt(sum(squares, jnp.float32(0)))
+    leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum((jnp.sum(x * x) for x in leaves), jnp.float32(0)))

@@ -24,8 +24,7 @@ from clusterjax import datatypes
 from clusterjax import loss as loss_lib
 from clusterjax import mesh as mesh_lib
 from clusterjax import optimizer as optimizer_lib
-from clusterjax.models import decoder
-from clusterjax.models import parameters
+from clusterjax.models import decoder, parameters
 
 Params = dict[str, Any]
 
@@ -57,7 +56,7 @@ class Template:
 
 def split(model: decoder.Decoder, remat: str = "none") -> tuple[Template, Params]:
     """Takes a decoder apart; `remat` is what its backward pass recomputes."""
-    graph, state = nnx.split(model, nnx.Param)
+    state = nnx.state(model, nnx.Param)
     arrays = {".".join(p): v[...] for p, v in nnx.to_flat_state(state)}
     return template(dataclasses.replace(model.config, remat=remat)), arrays
 
@@ -68,9 +67,7 @@ def template(model_config: decoder.DecoderConfig) -> Template:
     graph, state = nnx.split(abstract, nnx.Param)
     names = parameters.dimension_names(model_config)
     dimensions = {".".join(p): optimizer_lib.Names(d) for p, d in names.items()}
-    return Template(
-        graph, tuple(nnx.to_flat_state(state)), model_config, dimensions
-    )
+    return Template(graph, tuple(nnx.to_flat_state(state)), model_config, dimensions)
 
 
 class Metrics(NamedTuple):
@@ -127,9 +124,7 @@ def make_loss(
         hidden_BTH = model.hidden(
             micro.inputs, micro.segment_ids, micro.positions, adapters=adapters
         )
-        labels = loss_lib.find_labels(
-            micro.loss_weights != 0, sizes.labels, num_shards
-        )
+        labels = loss_lib.find_labels(micro.loss_weights != 0, sizes.labels, num_shards)
         weights_P = jnp.where(labels.valid_P, labels.take(micro.loss_weights), 0)
         # More labels than slots would make the loss smaller in silence.
         weights_P = jnp.where(jnp.any(labels.overflow), jnp.nan, weights_P)
@@ -246,9 +241,7 @@ def shardings(
     )
 
 
-def jit(
-    step: Callable[..., Any], places: Shardings, mesh: jax.sharding.Mesh
-) -> Any:
+def jit(step: Callable[..., Any], places: Shardings, mesh: jax.sharding.Mesh) -> Any:
     """Jits a step from `make_step`: fixed shardings, donated state."""
     whole = mesh_lib.replicated(mesh)
     labels = NamedSharding(mesh, PartitionSpec(None, mesh_lib.BATCH_AXES))
@@ -256,6 +249,9 @@ def jit(
     return jax.jit(
         step,
         in_shardings=(places.state, places.frozen, batch),
-        out_shardings=(places.state, Metrics(*(whole,) * 4, labels, labels)),
+        out_shardings=(
+            places.state,
+            Metrics(whole, whole, whole, whole, labels, labels),
+        ),
         donate_argnums=0,
     )

@@ -21,18 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from clusterjax import checkpoint
-from clusterjax import config
-from clusterjax import datatypes
-from clusterjax import errors
-from clusterjax import evaluate
-from clusterjax import files
+from clusterjax import (
+    checkpoint,
+    config,
+    datatypes,
+    errors,
+    evaluate,
+    models,
+    optimizer,
+    progress,
+)
 from clusterjax import input as input_lib
-from clusterjax import mesh as mesh_lib
 from clusterjax import metrics as metrics_lib
-from clusterjax import models
-from clusterjax import optimizer
-from clusterjax import progress
 from clusterjax import step as step_lib
 from clusterjax.models import checkpoints
 
@@ -74,7 +74,7 @@ class Result:
 def fit(
     model: Any,
     corpus: datatypes.Corpus,
-    schedule: Any,
+    schedule: input_lib.Schedule,
     cfg: config.TrainConfig,
     mesh: jax.sharding.Mesh,
     workdir: epath.PathLike,
@@ -139,7 +139,7 @@ class _Trainer:
         self,
         model: Any,
         corpus: datatypes.Corpus,
-        schedule: Any,
+        schedule: input_lib.Schedule,
         cfg: config.TrainConfig,
         mesh: jax.sharding.Mesh,
         workdir: epath.PathLike,
@@ -181,6 +181,7 @@ class _Trainer:
             1 if mesh.devices.flat[0].platform == "cpu" else 2
         )
         self.pending: collections.deque = collections.deque()
+        self.programs: dict[int, Any] = {}
 
     def _start(self, params: step_lib.Params) -> datatypes.TrainState:
         """The state before the first step, in arrays of its own (they are donated)."""
@@ -255,7 +256,7 @@ class _Trainer:
     def _steps(self, first: int) -> None:
         last = self.schedule.num_steps
         feed = input_lib.Feed(
-            self.layout.rows, self.mesh, range(first, last), self.perf.prefetch
+            self.layout, self.mesh, range(first, last), self.perf.prefetch
         )
         inputs = iter(feed)
         try:
@@ -270,15 +271,14 @@ class _Trainer:
 
     def _step(self, item: input_lib.StepInput) -> None:
         """Dispatches one step and does what is due after it."""
-        if not hasattr(self, "compiled"):
-            with self._timed("compile"):
-                self.compiled = self._compile(item.batch)
+        compiled = self._compiled(item)
         with self._timed("steps"):
-            while len(self.pending) >= self.in_flight:
-                self._wait()
-            self.state, out = self.compiled(self.state, self.frozen, item.batch)
+            finished = self._drain(self.in_flight - 1)
+            self.state, out = compiled(self.state, self.frozen, item.batch)
             self.pending.append((item, out))
-            self._log_waited()
+            # While this step runs: the host looks at the ones before.
+            for earlier in finished:
+                self._record(*earlier)
         done = item.step + 1
         at_end = done == self.schedule.num_steps
         eval_due = at_end or _is_due(done, self.cfg.eval_every)
@@ -286,7 +286,8 @@ class _Trainer:
         stopping = self._stopping(done)
         if eval_due or save_due or stopping:
             with self._timed("steps"):
-                self._drain()
+                for earlier in self._drain():
+                    self._record(*earlier)
         loss = self._evaluate(done) if eval_due else None
         if save_due or stopping:
             self._save(loss)
@@ -298,27 +299,24 @@ class _Trainer:
     def _stopping(self, done: int) -> bool:
         return self.stop_requested.is_set()
 
-    def _compile(self, batch: datatypes.Batch) -> Any:
-        sizes = step_lib.Sizes(self.layout.max_labels, self.perf.vocab_chunk)
-        step = make_step(self.template, self.tx, self.mesh, sizes)
-        jitted = step_lib.jit(step, self.places, self.mesh)
-        return jitted.lower(self.state, self.frozen, batch).compile()
+    def _compiled(self, item: input_lib.StepInput) -> Any:
+        """The step's program: one for the run, unless a step needs more label slots."""
+        if item.label_slots not in self.programs:
+            with self._timed("compile"):
+                sizes = step_lib.Sizes(item.label_slots, self.perf.vocab_chunk)
+                step = make_step(self.template, self.tx, self.mesh, sizes)
+                jitted = step_lib.jit(step, self.places, self.mesh)
+                lowered = jitted.lower(self.state, self.frozen, item.batch)
+                self.programs[item.label_slots] = lowered.compile()
+        return self.programs[item.label_slots]
 
-    def _wait(self) -> None:
-        """Waits for the oldest step; its metrics are looked at in `_log_waited`."""
-        item, out = self.pending.popleft()
-        jax.block_until_ready(out.loss)
-        self._waited = (item, out)
-
-    def _log_waited(self) -> None:
-        if getattr(self, "_waited", None) is not None:
-            self._record(*self._waited)
-            self._waited = None
-
-    def _drain(self) -> None:
-        while self.pending:
-            self._wait()
-            self._log_waited()
+    def _drain(self, most: int = 0) -> list[tuple[Any, Any]]:
+        """Waits until at most so many steps are unfinished; returns the others."""
+        finished = []
+        while len(self.pending) > most:
+            finished.append(self.pending.popleft())
+            jax.block_until_ready(finished[-1][1].loss)
+        return finished
 
     def _record(self, item: input_lib.StepInput, out: step_lib.Metrics) -> None:
         """Adds one finished step to the totals; writes a line when one is due."""
@@ -326,14 +324,16 @@ class _Trainer:
         if not bool(out.is_finite):
             self._not_finite(done, out)
         self.totals.add(item, float(out.loss), float(out.nll_sum))
-        if done == 1 or _is_due(done, self.cfg.log_every) or (
-            done == self.schedule.num_steps
+        if (
+            done == 1
+            or _is_due(done, self.cfg.log_every)
+            or (done == self.schedule.num_steps)
         ):
             line = {
                 **self.totals.window(),
                 "lr": float(self.learning_rate(item.step)),
                 "grad_norm": float(out.grad_norm),
-                "epoch": self.schedule.epoch(item.step),
+                "epoch": item.epoch,
                 "tokens": self.totals.tokens,
                 "labels": self.totals.labels,
                 "skipped": self.totals.skipped,
@@ -345,7 +345,7 @@ class _Trainer:
         ids = _nonfinite_examples(out)
         where = (
             f"the loss of example(s) {', '.join(map(str, ids[:8]))}"
-            f" ({', '.join(self.corpus.uid[i] for i in ids[:8])})"
+            f" ({', '.join(str(self.corpus.uid[i]) for i in ids[:8])})"
             if len(ids)
             else f"the gradient (norm {float(out.grad_norm)}), but no example's loss,"
         )
