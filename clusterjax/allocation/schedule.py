@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from clusterjax import config, datatypes, errors, files, packing, rational, steps
+from clusterjax import config, datatypes, errors, files, rational, steps
 from clusterjax import plan as plans
-from clusterjax.allocation import herded, membership, placement, weights
+from clusterjax.allocation import herded, membership, placement, rows, weights
 
 _BLOCK = 64  # steps that are placed together
 _EPOCHS_CACHED = 2
@@ -172,8 +172,8 @@ class Schedule:
             epochs = range(1 if same else self.num_epochs)
             parts = [self._epoch_sizes(epoch, *key) for epoch in epochs]
             repeats = self.num_epochs if same else 1
-            rows, labels = (np.concatenate(part * repeats) for part in zip(*parts))
-            self._sizes[key] = rows[: self.num_steps], labels[: self.num_steps]
+            sizes = [np.concatenate(part * repeats) for part in zip(*parts)]
+            self._sizes[key] = sizes[0][: self.num_steps], sizes[1][: self.num_steps]
         return self._sizes[key]
 
     def where(self, example_id: int) -> list[tuple[int, int]]:
@@ -181,8 +181,10 @@ class Schedule:
         entries = np.flatnonzero(self.plan.example_id == example_id)
         found = []
         for epoch in range(self.num_epochs):
-            rows = np.flatnonzero(np.isin(self.members(epoch), entries).any(1))
-            found.extend((epoch, epoch * self.steps_per_epoch + row) for row in rows)
+            steps_found = np.isin(self.members(epoch), entries).any(1).nonzero()[0]
+            found.extend(
+                (epoch, epoch * self.steps_per_epoch + row) for row in steps_found
+            )
         return [(epoch, int(step)) for epoch, step in found if step < self.num_steps]
 
     def _locate(self, step: int) -> tuple[int, int]:
@@ -246,10 +248,10 @@ class Schedule:
         else:
             shard_SB = placement.spread(cluster_SB, length_SB, num_shards)
         if self.config.packing:
-            rows = packing.best_fit(shard_SB, length_SB, num_shards, self.row_length)
+            placed = rows.best_fit(shard_SB, length_SB, num_shards, self.row_length)
         else:
-            rows = packing.one_per_row(shard_SB)
-        return shard_SB, *rows
+            placed = rows.one_per_row(shard_SB)
+        return shard_SB, *placed
 
     def _epoch_sizes(
         self, epoch: int, num_shards: int, num_micro_steps: int
