@@ -29,12 +29,12 @@ MAX_CHARS = 1000
 # Not mined: tests, bundled copies of other projects, and what a distribution may leave
 # out, so that the set hardly differs between two installations of one Python.
 _SKIPPED = """
-    __pycache__ test tests idle_test site-packages dist-packages ensurepip idlelib lib2to3
-    distutils tkinter turtle turtledemo pydoc_data msilib lib-dynload aifc asynchat
-    asyncore binhex cgi cgitb chunk crypt formatter imghdr imp mailcap nis nntplib
-    ossaudiodev pipes smtpd sndhdr sunau telnetlib uu xdrlib _osx_support _aix_support
-    _android_support _ios_support _bootsubprocess _distutils_system_mod antigravity this
-    __phello__
+    __pycache__ test tests idle_test site-packages dist-packages ensurepip idlelib
+    lib2to3 distutils tkinter turtle turtledemo pydoc_data msilib lib-dynload aifc
+    asynchat asyncore binhex cgi cgitb chunk crypt formatter imghdr imp mailcap nis
+    nntplib ossaudiodev pipes smtpd sndhdr sunau telnetlib uu xdrlib _osx_support
+    _aix_support _android_support _ios_support _bootsubprocess _distutils_system_mod
+    antigravity this __phello__
 """
 SKIPPED = frozenset(_SKIPPED.split())
 

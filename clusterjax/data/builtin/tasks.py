@@ -32,7 +32,8 @@ _WORDS = """
 """
 WORDS = tuple(_WORDS.split())
 _MONTHS = """
-    January February March April May June July August September October November December
+    January February March April May June July August September October November
+    December
 """
 MONTHS = tuple(_MONTHS.split())
 _WEEKDAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday"
