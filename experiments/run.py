@@ -235,7 +235,7 @@ def _kept(run: Run) -> str:
 
 def _train(run: Run) -> None:
     config = run.config
-    with run.ledger.stage("train") as entry:
+    with run.ledger.stage("train"):
         run.result = train.fit(
             run.model,
             run.corpus,
