@@ -175,31 +175,32 @@ def herded_order(
       vectors_MD: float [M, D], the herding vectors of METHOD §3.
       cluster_M: int [M], in [0, K).
       quota_SK: int [S, K], examples of each cluster in each step; its columns sum to
-        the cluster sizes.
+        at most the cluster sizes.
       pool: candidates looked at for a pick, drawn at random and refilled as they are
         taken; 0 looks at all (exact greedy). Every cluster keeps one candidate at
         least. Work is O(M · pool · D).
       seed: of the pool.
 
     Returns:
-      int64 [M], rows in order: first those of step 0, then those of step 1, ...
+      int64 [sum of quotas], rows in order: those of step 0, then of step 1, and so on.
 
     Raises:
-      ValueError: the quotas are not those of the clusters.
+      ValueError: the steps want more of a cluster than it has.
     """
     num_rows = len(vectors_MD)
     sizes_K = np.bincount(cluster_M, minlength=quota_SK.shape[1])
-    if not np.array_equal(quota_SK.sum(axis=0), sizes_K):
+    if (quota_SK.sum(axis=0) > sizes_K).any():
         raise ValueError(
-            f"the steps' quotas hold {quota_SK.sum(axis=0)} examples of the clusters,"
-            f" which have {sizes_K}"
+            f"the steps want {quota_SK.sum(axis=0)} examples of the clusters, which"
+            f" have {sizes_K}"
         )
+    count = int(quota_SK.sum())
     vectors = jnp.asarray(vectors_MD, jnp.float32)
     cluster = jnp.asarray(cluster_M, jnp.int32)
     quota = jnp.asarray(quota_SK, jnp.int32)
     exact = not 0 < pool < num_rows
     if exact and _gram_fits(num_rows):
-        return np.asarray(_order_gram(vectors, cluster, quota), np.int64)
+        return np.asarray(_order_gram(vectors, cluster, quota, count=count), np.int64)
     # The stream of every cluster: its rows at random, one cluster after the other.
     rng = np.random.default_rng(seed)
     shuffled = rng.permutation(num_rows)
@@ -216,13 +217,14 @@ def herded_order(
         jnp.asarray(stream[slots], jnp.int32),
         jnp.asarray(first_K + taken_K, jnp.int32),
         jnp.asarray(first_K + sizes_K, jnp.int32),
+        count=count,
     )
     return np.asarray(order, np.int64)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames=("count",))
 def _order_gram(
-    v_MD: jax.Array, cluster_M: jax.Array, quota_SK: jax.Array
+    v_MD: jax.Array, cluster_M: jax.Array, quota_SK: jax.Array, *, count: int
 ) -> jax.Array:
     """Exact greedy order from all inner products."""
     gram_MM = jnp.matmul(v_MD, v_MD.T, precision=HIGHEST)
@@ -236,17 +238,16 @@ def _order_gram(
         left_K = left_K.at[cluster_M[row]].add(-1)
         return cost_M, step, left_K, order.at[i].set(row)
 
-    rows = len(v_MD)
     state = (
         jnp.sum(v_MD * v_MD, axis=1),
         jnp.int32(0),
         quota_SK[0],
-        jnp.zeros(rows, jnp.int32),
+        jnp.zeros(count, jnp.int32),
     )
-    return jax.lax.fori_loop(0, rows, pick, state)[-1]
+    return jax.lax.fori_loop(0, count, pick, state)[-1]
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames=("count",))
 def _order_pool(
     v_MD: jax.Array,
     cluster_M: jax.Array,
@@ -255,6 +256,8 @@ def _order_pool(
     row_P: jax.Array,
     next_K: jax.Array,
     end_K: jax.Array,
+    *,
+    count: int,
 ) -> jax.Array:
     """Greedy order from a pool of P candidates; cluster c refills from its stream."""
     last = len(stream_M) - 1
@@ -294,9 +297,9 @@ def _order_pool(
         jnp.zeros(v_MD.shape[1]),
         jnp.int32(0),
         quota_SK[0],
-        jnp.zeros(len(stream_M), jnp.int32),
+        jnp.zeros(count, jnp.int32),
     )
-    return jax.lax.fori_loop(0, len(stream_M), pick, state)[-1]
+    return jax.lax.fori_loop(0, count, pick, state)[-1]
 
 
 def _current_step(
