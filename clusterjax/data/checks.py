@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -155,7 +156,9 @@ class Lengths:
             **quantile,
             "histogram": {
                 "edges": edges.tolist(),
-                "counts": [int(counts[a:b].sum()) for a, b in zip(edges, edges[1:])],
+                "counts": [
+                    int(counts[a:b].sum()) for a, b in itertools.pairwise(edges)
+                ],
             },
             "truncated": {
                 "count": self.num_truncated,

@@ -5,38 +5,24 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import pathlib
 import shutil
 import tempfile
-import time
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from etils import epath
 
 from clusterjax import config as config_lib
 from clusterjax import datatypes, errors, files, progress
-from clusterjax.data import (
-    chat,
-    checks,
-    encoding,
-    layouts,
-    rows,
-    sources,
-    store,
-)
+from clusterjax.data import builder as builder_lib
+from clusterjax.data import chat, checks, sources, store
 from clusterjax.data import tokenizer as tokenizer_lib
 
 # Part of the cache key: goes up when the same data would give another corpus.
 VERSION = 1
-BLOCK_ROWS = 1024
-SAY_EVERY_SECONDS = 10.0
-
-Part = Literal["train", "eval"]
 
 
 def load(
@@ -100,7 +86,7 @@ def _load(
     config: config_lib.DataConfig,
     tokenizer: tokenizer_lib.Tokenizer,
     directory: epath.PathLike | None,
-    part: Part,
+    part: builder_lib.Part,
 ) -> datatypes.Corpus:
     _check(config)
     job = _Job(config, tokenizer, part)
@@ -122,7 +108,7 @@ def _load(
     return corpus
 
 
-def _file(part: Part, name: str) -> str:
+def _file(part: builder_lib.Part, name: str) -> str:
     return name if part == "train" else f"{part}_{name}"
 
 
@@ -161,18 +147,6 @@ def _differences(earlier: Any, now: Any) -> list[str]:
     return [""] if earlier != now else []
 
 
-@dataclasses.dataclass
-class _Pending:
-    """A conversation on its way to tokens."""
-
-    origin: int
-    row: int
-    uid: str
-    text_hash: int
-    rendered: chat.Rendered
-    conversation: layouts.Conversation
-
-
 class _Job:
     """Makes one corpus. `origin` is the index of a configured source."""
 
@@ -180,7 +154,7 @@ class _Job:
         self,
         config: config_lib.DataConfig,
         tokenizer: tokenizer_lib.Tokenizer,
-        part: Part,
+        part: builder_lib.Part,
     ):
         self._config, self._tokenizer, self._part = config, tokenizer, part
         own_eval = bool(config.eval_sources)
@@ -219,7 +193,9 @@ class _Job:
 
     def build(self, folder: pathlib.Path, ingredients: dict[str, Any]) -> None:
         """Reads, checks, renders, tokenises and writes everything to `folder`."""
-        builder = _Builder(self._config, self._tokenizer, self._template, self._part)
+        builder = builder_lib.Builder(
+            self._config, self._tokenizer, self._template, self._part
+        )
         if self._other:
             builder.exclude(self._other)
         writer = store.Writer(folder)
@@ -243,302 +219,3 @@ def _fingerprint(folder: pathlib.Path, tokenizer: str) -> str:
     names = ("content_hash", "uid", "source_id")
     arrays = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in names]
     return files.hash_arrays(tokenizer, *map(np.asarray, arrays))
-
-
-class _Builder:
-    """State of reading: what was seen, dropped, counted."""
-
-    def __init__(
-        self,
-        config: config_lib.DataConfig,
-        tokenizer: tokenizer_lib.Tokenizer,
-        template: chat.ChatTemplate,
-        part: Part,
-    ):
-        self._config, self._tokenizer = config, tokenizer
-        self._template, self._part = template, part
-        self.rejects = checks.Rejects(config.on_error)
-        self._duplicates = checks.Duplicates(config.drop_duplicates)
-        self._lengths = checks.Lengths(config.max_length)
-        self._excluded: set[bytes] = set()
-        self.source_names: dict[str, int] = {}
-        self.group_names: dict[str, int] = {}
-        self._num_read = self._num_examples = self._num_elsewhere = 0
-        self._source_reports: list[dict[str, Any]] = []
-        self._subsets: list[str] = []
-        self._warnings: list[str] = []
-        self._notes: dict[str, int] = {}
-        self._origins: list[sources.Source] = []
-        self._said = time.monotonic()
-
-    def exclude(self, held_out: list[sources.Source]) -> None:
-        """Remembers the texts of the held-out sources, which must not be trained on."""
-        for number, source in enumerate(held_out):
-            key = f"data.eval_sources[{number}]"
-            for block, layout in _blocks(source, key):
-                for row in block:
-                    conversation = _try_convert(layout, source.config, row)
-                    if isinstance(conversation, layouts.Conversation):
-                        digests = checks.digest(conversation)
-                        self._excluded.add(digests.normalized)
-
-    def read(
-        self, origin: int, source: sources.Source, key: str, writer: store.Writer
-    ) -> None:
-        """Takes all rows of a source."""
-        self._origins.append(source)
-        before = (self._num_read, self._num_examples, self._num_elsewhere)
-        layout = None
-        for block, layout in _blocks(source, key):
-            pending = []
-            for row in block:
-                if (item := self._take(origin, source, layout, row)) is not None:
-                    pending.append(item)
-            self._encode(pending, writer)
-            self.rejects.stop_if_asked()
-            self._say(source)
-        self._note_problems(source)
-        read, examples, elsewhere = (
-            now - then
-            for now, then in zip(
-                (self._num_read, self._num_examples, self._num_elsewhere), before
-            )
-        )
-        self._note_subsets(source, key, read + elsewhere, elsewhere)
-        self._source_reports.append(
-            {
-                "name": source.name,
-                "path": source.config.path,
-                "layout": layout.name if layout else "",
-                "rows": read,
-                "examples": examples,
-                "rejects": read - examples,
-                "rows_in_other_part": elsewhere,
-                "blank_lines": source.num_blank_lines,
-                "files": source.describe_parts(),
-            }
-        )
-
-    def _take(
-        self,
-        origin: int,
-        source: sources.Source,
-        layout: layouts.Layout,
-        row: rows.Row,
-    ) -> _Pending | None:
-        """The row's conversation as text; None when it is left out."""
-        fraction = self._config.eval_fraction
-        held_out = self._part == "eval" and bool(fraction)
-        conversation = _try_convert(layout, source.config, row)
-        if isinstance(conversation, rows.RowError):
-            # A row without a text belongs to the training part.
-            if held_out:
-                self._num_elsewhere += 1
-            else:
-                self._num_read += 1
-                self._reject(source, row.index, conversation)
-            return None
-        digests = checks.digest(conversation)
-        if fraction and digests.is_held_out(fraction) != held_out:
-            self._num_elsewhere += 1
-            return None
-        self._num_read += 1
-        text_hash = int.from_bytes(digests.exact[:4], "big")
-        uid = f"{source.name}:{row.index}:{text_hash:08x}"
-        try:
-            self._check_new(digests, origin, row.index)
-            rendered = self._template.render(conversation)
-        except rows.RowError as error:
-            self._reject(source, row.index, error, uid)
-            return None
-        for note in conversation.notes:
-            self._notes[note] = self._notes.get(note, 0) + 1
-        return _Pending(origin, row.index, uid, text_hash, rendered, conversation)
-
-    def _check_new(self, digests: checks.Digests, origin: int, row: int) -> None:
-        if digests.normalized in self._excluded:
-            raise rows.RowError("in_eval", "the same text is in the held-out data")
-        first = self._duplicates.earlier(digests, (origin, row))
-        if first is not None:
-            place = self._origins[first[0]].place(first[1])
-            raise rows.RowError("duplicate", f"same text as {place}")
-
-    def _reject(
-        self, source: sources.Source, row: int, error: rows.RowError, uid: str = ""
-    ) -> None:
-        reject = datatypes.Reject(source.name, row, error.reason, error.detail, uid)
-        place = source.place(row) if error.reason not in checks.RULES else ""
-        self.rejects.add(reject, place)
-
-    def _encode(self, pending: list[_Pending], writer: store.Writer) -> None:
-        """Tokenises a block and writes what has labels."""
-        texts = [item.rendered for item in pending]
-        encoded = encoding.encode(self._tokenizer, texts, self._config.max_length)
-        kept = [
-            (item, tokens)
-            for item, tokens in zip(pending, encoded)
-            if self._has_labels(item, tokens)
-        ]
-        if not kept:
-            return
-        self._num_examples += len(kept)
-        num_labels = [int(np.count_nonzero(e.label_mask)) for _, e in kept]
-        self._lengths.add((len(e.tokens) for _, e in kept), sum(num_labels))
-        writer.append(self._block(kept, num_labels))
-
-    def _has_labels(self, item: _Pending, encoded: encoding.Encoded) -> bool:
-        limit, length = self._config.max_length, encoded.full_length
-        source = self._origins[item.origin]
-        if not encoded.full_labels:
-            detail = f"template {self._template.name} gives this text no label"
-            error = rows.RowError("no_labels_in_text", detail)
-            self._reject(source, item.row, error, item.uid)
-            return False
-        labels = int(np.count_nonzero(encoded.label_mask))
-        if not labels:
-            prompt = encoded.first_label
-            shortest = self._lengths.shortest_prompt
-            self._lengths.shortest_prompt = min(prompt, shortest or prompt)
-            detail = f"the prompt has {prompt} tokens, data.max_length is {limit}"
-            error = rows.RowError("no_label_tokens", detail)
-            self._reject(source, item.row, error, item.uid)
-            return False
-        if length > limit:
-            cut = encoded.full_labels - labels
-            self._lengths.add_truncated(item.uid, length - limit, cut)
-        return True
-
-    def _block(
-        self, kept: list[tuple[_Pending, encoding.Encoded]], num_labels: list[int]
-    ) -> store.Block:
-        items = [item for item, _ in kept]
-        weight = np.array([item.conversation.weight for item in items], np.float32)
-        hashes = b"".join(
-            hashlib.blake2b(
-                e.tokens.tobytes() + e.label_mask.tobytes() + w.tobytes(),
-                digest_size=16,
-            ).digest()
-            for (_, e), w in zip(kept, weight)
-        )
-        return store.Block(
-            lengths=np.array([len(e.tokens) for _, e in kept], np.int64),
-            arrays={
-                "tokens": np.concatenate([e.tokens for _, e in kept]),
-                "label_mask": np.concatenate([e.label_mask for _, e in kept]),
-                "num_labels": np.array(num_labels, np.int32),
-                "user_weight": weight,
-                "source_id": np.array([self._source_id(i) for i in items], np.int32),
-                "group": np.array([self._group_id(i) for i in items], np.int32),
-                "row": np.array([item.row for item in items], np.int64),
-            },
-            content_hash=np.frombuffer(hashes, np.uint64).reshape(-1, 2),
-            text_hash=np.array([item.text_hash for item in items], np.uint32),
-            origin=np.array([item.origin for item in items], np.int32),
-        )
-
-    def _source_id(self, item: _Pending) -> int:
-        name = item.conversation.source
-        name = self._origins[item.origin].name if name is None else name
-        return self.source_names.setdefault(name, len(self.source_names))
-
-    def _group_id(self, item: _Pending) -> int:
-        name = item.conversation.group
-        if name is None:
-            return -1
-        return self.group_names.setdefault(name, len(self.group_names))
-
-    def _note_problems(self, source: sources.Source) -> None:
-        for path, cause in source.problems:
-            if self._config.on_error == "stop":
-                raise errors.DataError(
-                    f"{path} {cause}; take it out, or set data.on_error=skip"
-                )
-            self._warnings.append(f"{path} {cause}")
-
-    def _note_subsets(
-        self, source: sources.Source, key: str, taken: int, elsewhere: int
-    ) -> None:
-        limit = source.config.max_examples
-        if limit is not None and taken >= limit:
-            self._subsets.append(
-                f"{source.name}: only the first {limit:,} rows were read"
-                f" ({key}.max_examples)"
-            )
-        if elsewhere:
-            other = "held out" if self._part == "train" else "left for training"
-            self._subsets.append(
-                f"{source.name}: {elsewhere:,} of {taken:,} rows {other}"
-                f" (data.eval_fraction={self._config.eval_fraction})"
-            )
-
-    def _say(self, source: sources.Source) -> None:
-        now = time.monotonic()
-        if now - self._said > SAY_EVERY_SECONDS:
-            self._said = now
-            progress.say(f"  {source.name}: {self._num_read:,} rows read")
-
-    def check_not_empty(self) -> None:
-        """Raises errors.DataError when not one example is left."""
-        if self._num_examples:
-            return
-        reasons = {k: v["count"] for k, v in self.rejects.by_reason().items()}
-        listed = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
-        cause = f"no example is left of {self._num_read:,} rows ({listed or 'no rows'})"
-        cut = reasons.get("no_label_tokens", 0)
-        if cut:
-            cause = (
-                f"0 of {self._num_read:,} examples have a label token:"
-                f" data.max_length={self._config.max_length} tokens, the shortest"
-                f" prompt has {self._lengths.shortest_prompt}; raise data.max_length"
-                f" ({listed})"
-            )
-        raise errors.DataError(f"{self._part} data: {cause}")
-
-    def report(self) -> dict[str, Any]:
-        """The data report. Guarantee: num_read = num_examples + num_rejects."""
-        if self._num_read != self._num_examples + len(self.rejects.all):
-            raise AssertionError("a row was neither kept nor rejected")
-        notes = [f"{count:,} conversations: {n}" for n, count in self._notes.items()]
-        return {
-            "part": self._part,
-            "num_read": self._num_read,
-            "num_examples": self._num_examples,
-            "num_rejects": len(self.rejects.all),
-            "rows_in_other_part": self._num_elsewhere,
-            "rejects": self.rejects.by_reason(),
-            "sources": self._source_reports,
-            "template": {
-                "name": self._template.name,
-                "spans": "marks" if self._template.has_marks else "prefixes",
-                "begin_token": self._tokenizer.adds_bos,
-            },
-            "max_length": self._config.max_length,
-            "length": self._lengths.summary(),
-            "duplicates": self._duplicates.counts(),
-            "subsets": self._subsets + notes,
-            "warnings": self._warnings,
-        }
-
-
-def _blocks(
-    source: sources.Source, key: str
-) -> Iterator[tuple[list[rows.Row], layouts.Layout]]:
-    """Blocks of rows with the source's layout, which the first block decides."""
-    limit, layout = source.config.max_examples, None
-    stream = itertools.islice(source.read(), limit)
-    while block := list(itertools.islice(stream, BLOCK_ROWS)):
-        if layout is None:
-            readable = [row.columns for row in block if row.columns is not None]
-            layout = layouts.find(source.config, readable, key)
-        yield block, layout
-
-
-def _try_convert(
-    layout: layouts.Layout, config: config_lib.SourceConfig, row: rows.Row
-) -> layouts.Conversation | rows.RowError:
-    if row.columns is None:
-        return rows.RowError(row.reason, row.cause)
-    try:
-        return layouts.convert(layout, config, row.columns)
-    except rows.RowError as error:
-        return error

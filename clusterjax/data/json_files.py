@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from clusterjax import errors
 from clusterjax.data import rows
@@ -59,7 +59,7 @@ class Parser:
 
 
 def read(
-    file: BinaryIO, name: str, max_bytes: int, blank: Callable[[], None] = lambda: None
+    file: IO[bytes], name: str, max_bytes: int, blank: Callable[[], None] = lambda: None
 ) -> Iterator[rows.Row]:
     """The rows of JSON lines or of one JSON array, told apart by the first character.
 
@@ -89,7 +89,7 @@ def read(
 
 
 def _lines(
-    file: BinaryIO, head: bytes, max_bytes: int, blank: Callable[[], None]
+    file: IO[bytes], head: bytes, max_bytes: int, blank: Callable[[], None]
 ) -> Iterator[rows.Row]:
     parser = Parser()
     for index, (line, size) in enumerate(_split(file, head, max_bytes)):
@@ -102,7 +102,7 @@ def _lines(
             yield _parse_line(parser, index, line)
 
 
-def _split(file: BinaryIO, head: bytes, max_bytes: int) -> Iterator[tuple[bytes, int]]:
+def _split(file: IO[bytes], head: bytes, max_bytes: int) -> Iterator[tuple[bytes, int]]:
     """(line, its bytes) at line feeds; of a line over the limit only its start."""
     begin, size = b"", 0  # what was seen of an unfinished line
     chunk = head
@@ -152,16 +152,22 @@ def _row(index: int, value: Any, problem: str) -> rows.Row:
 
 def describe(value: Any) -> str:
     """The kind of a value in JSON's words, for errors."""
-    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
-    if value is None:
-        return "null"
-    return kinds.get(type(value), "a number")
+    kinds: dict[type, str] = {
+        type(None): "null",
+        dict: "an object",
+        list: "a list",
+        str: "text",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+    }
+    return kinds.get(type(value), type(value).__name__)
 
 
 class _Buffer:
     """Text of an array, from the element that is being read on."""
 
-    def __init__(self, file: BinaryIO, head: bytes, name: str, max_bytes: int):
+    def __init__(self, file: IO[bytes], head: bytes, name: str, max_bytes: int):
         self._file, self.name, self.max_bytes = file, name, max_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
         self._line = 1

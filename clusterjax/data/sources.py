@@ -103,7 +103,9 @@ class Files(Source):
 
                     yield from parquet_files.read(file, os.fspath(path))
                 else:
-                    stream = gzip.open(file) if path.suffix == ".gz" else file
+                    stream: Any = file
+                    if path.suffix == ".gz":
+                        stream = gzip.GzipFile(fileobj=file)
                     yield from json_files.read(
                         stream, os.fspath(path), self._max_line_bytes, self._blank
                     )

@@ -40,7 +40,7 @@ class NpyStream:
         """`columns`: width of a two-dimensional array, None for one dimension."""
         self._dtype = np.dtype(dtype)
         self._columns = () if columns is None else (columns,)
-        self._file = open(path, "wb")
+        self._file = open(path, "wb")  # noqa: SIM115 (closed by `close`)
         self._count = 0
         self._header()
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow_datasets as tfds
 from etils import epath
 
@@ -72,32 +71,10 @@ class TfdsSource(sources.Source):
 
 def _plain_row(index: int, record: dict[str, Any]) -> rows.Row:
     try:
-        return rows.Row(index, {name: plain(v) for name, v in record.items()})
+        return rows.Row(index, {name: rows.plain(v) for name, v in record.items()})
     except UnicodeDecodeError as error:
         cause = f"not UTF-8 at byte {error.start + 1} of a text column"
         return rows.Row(index, None, cause, "invalid_utf8")
-
-
-def plain(value: Any) -> Any:
-    """TFDS value → JSON-like value: bytes to text, arrays to lists, records to rows.
-
-    A sequence of records comes as a dict of lists and becomes a list of dicts.
-    """
-    if isinstance(value, bytes):
-        return value.decode("utf-8")
-    if isinstance(value, np.generic):
-        return plain(value.item())
-    if isinstance(value, np.ndarray):
-        return plain(value.item()) if value.ndim == 0 else [plain(v) for v in value]
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    if isinstance(value, dict):
-        columns = {name: plain(item) for name, item in value.items()}
-        lists = [v for v in columns.values() if isinstance(v, list)]
-        if columns and len(lists) == len(columns) and len({len(v) for v in lists}) == 1:
-            return [dict(zip(columns, items)) for items in zip(*columns.values())]
-        return columns
-    return value
 
 
 def open_builtin(

@@ -1,4 +1,4 @@
-"""A tokenizer in Hugging Face form: tokenizer.json, its config and its chat template."""
+"""A tokenizer in Hugging Face form: tokenizer.json, settings and chat template."""
 
 from __future__ import annotations
 
