@@ -19,7 +19,7 @@ from experiments import saved_run
 class Decoder(Protocol):
     """The part of a tokenizer that the report needs."""
 
-    def decode(self, tokens: Any) -> str:
+    def decode(self, ids: Any) -> str:
         """Text of token ids."""
         ...
 
