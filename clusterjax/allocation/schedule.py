@@ -181,10 +181,8 @@ class Schedule:
         entries = np.flatnonzero(self.plan.example_id == example_id)
         found = []
         for epoch in range(self.num_epochs):
-            steps_found = np.isin(self.members(epoch), entries).any(1).nonzero()[0]
-            found.extend(
-                (epoch, epoch * self.steps_per_epoch + row) for row in steps_found
-            )
+            index, _ = np.nonzero(np.isin(self.members(epoch), entries))
+            found.extend((epoch, epoch * self.steps_per_epoch + i) for i in index)
         return [(epoch, int(step)) for epoch, step in found if step < self.num_steps]
 
     def _locate(self, step: int) -> tuple[int, int]:

@@ -122,13 +122,14 @@ def _quotas(
         total = quotas.target_count(cfg.target_fraction, len(rows))
         quota_K = quotas.waterfill(allowed_K, total, must_K)
     if (quota_K == 0).any():
+        empty = int(np.argmin(np.where(quota_K == 0, allowed_K, len(rows))))
         setting = (
             f"selection.ratio={cfg.ratio}"
             if cfg.quota == "min"
             else f"selection.target_fraction={cfg.target_fraction}"
         )
         raise errors.PlanError(
-            f"{setting} keeps 0 examples of cluster {int(np.argmin(quota_K))}; cluster"
+            f"{setting} keeps 0 examples of cluster {empty}; cluster"
             f" sizes are {_list(rows.sizes)}; raise it, or use fewer clusters"
         )
     if cfg.quota == "min" and quota_K.sum() < cfg.min_kept_fraction * len(rows):
