@@ -116,8 +116,8 @@ class Store:
         """
         for step in reversed(self.steps()):
             state, record, cause = self._try(step, abstract, expected)
-            if _everywhere(state is not None):
-                return state, record
+            if _everywhere(state is not None) and state is not None:
+                return state, record or {}
             self._put_aside(step, cause or "another process could not read it")
         return None
 

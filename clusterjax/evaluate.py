@@ -213,7 +213,7 @@ def _example_nll(
     model, adapters = tmpl.merge(params, frozen)
     hidden_BTH = model.hidden(inputs_BT, segments_BT, adapters=adapters)
     labels = loss_lib.find_labels(mask_BT, size, num_shards)
-    nll_P = loss_lib.token_nll(
+    nll_P: Any = loss_lib.token_nll(
         labels.take(hidden_BTH),
         jnp.where(labels.valid_P, labels.take(targets_BT), 0),
         model.output_matrix(),

@@ -14,7 +14,7 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -23,7 +23,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from clusterjax import batching, datatypes, steps
 from clusterjax import mesh as mesh_lib
 
-_SCANNED = 2048
 _SLOT_STEP = 16
 
 
@@ -44,6 +43,8 @@ class Schedule(Protocol):
 
     def place(self, step: int, num_shards: int) -> steps.Placement: ...
 
+    def labels_needed(self, num_shards: int) -> int: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class StepInput:
@@ -55,7 +56,6 @@ class StepInput:
       batch: [A, R·L, T] on the devices (NumPy and own rows only, before `put`).
       tokens: tokens of all examples of the step, over all processes (no padding).
       labels: label tokens of all examples of the step.
-      label_slots: slots per data shard and micro-step that hold its label tokens.
     """
 
     step: int
@@ -63,16 +63,14 @@ class StepInput:
     batch: datatypes.Batch
     tokens: int
     labels: int
-    label_slots: int
 
 
 class Layout:
-    """The rows of every step on one mesh, and the static sizes of its batches.
+    """The rows of every step on one mesh, and the static size of its losses.
 
     Attributes:
-      label_slots: slots for label tokens that the steps of this run use (the first
-        `_SCANNED` are looked at). A later step may need more; it then says so. The
-        number never depends on where a run was resumed, and neither does a result.
+      label_slots: most label tokens of a data shard in a micro-step, in any step of
+        the run, rounded up; so one compiled step serves the whole run.
     """
 
     def __init__(
@@ -80,36 +78,19 @@ class Layout:
     ):
         self._schedule, self._corpus = schedule, corpus
         self._num_shards = mesh_lib.num_shards(mesh)
-        scanned = range(min(schedule.num_steps, _SCANNED))
-        most = max(self._most_labels(self._place(step)) for step in scanned)
-        self.label_slots = _round_up(most, _SLOT_STEP)
+        most = schedule.labels_needed(self._num_shards)
+        self.label_slots = -(-most // _SLOT_STEP) * _SLOT_STEP
 
     def rows(self, step: int, shards: tuple[int, ...]) -> StepInput:
         """Assembles the rows of `shards`, in NumPy."""
-        placed = self._place(step)
-        most = self._most_labels(placed)
-        fits = most <= self.label_slots
+        placed = self._schedule.place(step, self._num_shards)
         return StepInput(
             step,
             placed.step.epoch,
             batching.fill(self._corpus, placed, shards),
             int(placed.length.sum()),
             int(self._schedule.num_labels[placed.step.entry].sum()),
-            self.label_slots if fits else _round_up(most, 16 * _SLOT_STEP),
         )
-
-    def _place(self, step: int) -> steps.Placement:
-        return self._schedule.place(step, self._num_shards)
-
-    def _most_labels(self, placed: steps.Placement) -> int:
-        """Label tokens of the fullest data shard in a micro-step."""
-        cell = placed.shard * placed.num_micro_steps + placed.micro_step
-        labels = self._schedule.num_labels[placed.step.entry]
-        return int(np.bincount(cell, labels).max())
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
 
 
 def put(
@@ -128,7 +109,7 @@ def put(
     first = {shard: i * rows_per_shard for i, shard in enumerate(shards)}
 
     def place(array: np.ndarray) -> jax.Array:
-        def piece(index: tuple[slice, ...]) -> np.ndarray:
+        def piece(index: Any) -> np.ndarray:
             begin, end, _ = index[1].indices(total)
             local = first[begin // rows_per_shard]
             return array[:, local : local + end - begin]

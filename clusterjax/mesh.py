@@ -9,7 +9,8 @@ placed by rules on the names of their dimensions (`models.parameters`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -58,7 +59,7 @@ def simulate(num_devices: int) -> None:
 
 
 def build(
-    cfg: config.MeshConfig, devices: list[jax.Device] | None = None
+    cfg: config.MeshConfig, devices: Sequence[Any] | None = None
 ) -> jax.sharding.Mesh:
     """Builds the mesh ('data', 'fsdp', 'tensor') over all devices.
 

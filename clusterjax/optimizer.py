@@ -139,8 +139,9 @@ def state_shardings(
     def place(path, leaf):
         keys = (k.key for k in path if isinstance(k, jax.tree_util.DictKey))
         name = next((key for key in keys if key in shapes), None)
-        full = name is not None and leaf.shape == shapes[name]
-        return shardings[name] if full else whole
+        if name is not None and leaf.shape == shapes[name]:
+            return shardings[name]
+        return whole
 
     return jax.tree_util.tree_map_with_path(place, state)
 

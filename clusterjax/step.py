@@ -11,7 +11,7 @@ trained (`params`) and what is not (`frozen`, with LoRA) are separate arguments.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +41,7 @@ class Template:
     """
 
     graph: Any
-    variables: tuple[tuple[parameters.Path, Any], ...]
+    variables: tuple[tuple[Any, Any], ...]
     config: decoder.DecoderConfig
     dimensions: dict[str, optimizer_lib.Names]
 
@@ -50,15 +50,19 @@ class Template:
     ) -> tuple[decoder.Decoder, decoder.Adapters | None]:
         """The decoder with these parameters (arrays or tracers), and its adapters."""
         values = {**frozen, **params}
-        filled = [(p, v.replace(values[".".join(p)])) for p, v in self.variables]
+        filled = [(p, v.replace(values[_dotted(p)])) for p, v in self.variables]
         return nnx.merge(self.graph, nnx.from_flat_state(filled)), None
 
 
 def split(model: decoder.Decoder, remat: str = "none") -> tuple[Template, Params]:
     """Takes a decoder apart; `remat` is what its backward pass recomputes."""
     state = nnx.state(model, nnx.Param)
-    arrays = {".".join(p): v[...] for p, v in nnx.to_flat_state(state)}
+    arrays = {_dotted(path): v[...] for path, v in nnx.to_flat_state(state)}
     return template(dataclasses.replace(model.config, remat=remat)), arrays
+
+
+def _dotted(path: Iterable[Any]) -> str:
+    return ".".join(map(str, path))
 
 
 def template(model_config: decoder.DecoderConfig) -> Template:
@@ -66,7 +70,7 @@ def template(model_config: decoder.DecoderConfig) -> Template:
     abstract = nnx.eval_shape(lambda: decoder.Decoder(model_config, nnx.Rngs(0)))
     graph, state = nnx.split(abstract, nnx.Param)
     names = parameters.dimension_names(model_config)
-    dimensions = {".".join(p): optimizer_lib.Names(d) for p, d in names.items()}
+    dimensions = {_dotted(p): optimizer_lib.Names(d) for p, d in names.items()}
     return Template(graph, tuple(nnx.to_flat_state(state)), model_config, dimensions)
 
 
@@ -128,7 +132,7 @@ def make_loss(
         weights_P = jnp.where(labels.valid_P, labels.take(micro.loss_weights), 0)
         # More labels than slots would make the loss smaller in silence.
         weights_P = jnp.where(jnp.any(labels.overflow), jnp.nan, weights_P)
-        nll_P = loss_lib.token_nll(
+        nll_P: Any = loss_lib.token_nll(
             labels.take(hidden_BTH),
             jnp.where(labels.valid_P, labels.take(micro.targets), 0),
             model.output_matrix(),
@@ -245,13 +249,11 @@ def jit(step: Callable[..., Any], places: Shardings, mesh: jax.sharding.Mesh) ->
     """Jits a step from `make_step`: fixed shardings, donated state."""
     whole = mesh_lib.replicated(mesh)
     labels = NamedSharding(mesh, PartitionSpec(None, mesh_lib.BATCH_AXES))
+    metrics = Metrics(whole, whole, whole, whole, labels, labels)
     batch = datatypes.Batch(*(places.batch,) * len(datatypes.Batch._fields))
     return jax.jit(
         step,
         in_shardings=(places.state, places.frozen, batch),
-        out_shardings=(
-            places.state,
-            Metrics(whole, whole, whole, whole, labels, labels),
-        ),
+        out_shardings=(places.state, metrics),
         donate_argnums=0,
     )

@@ -181,7 +181,7 @@ class _Trainer:
             1 if mesh.devices.flat[0].platform == "cpu" else 2
         )
         self.pending: collections.deque = collections.deque()
-        self.programs: dict[int, Any] = {}
+        self.compiled: Any = None
 
     def _start(self, params: step_lib.Params) -> datatypes.TrainState:
         """The state before the first step, in arrays of its own (they are donated)."""
@@ -271,10 +271,11 @@ class _Trainer:
 
     def _step(self, item: input_lib.StepInput) -> None:
         """Dispatches one step and does what is due after it."""
-        compiled = self._compiled(item)
+        if self.compiled is None:
+            self.compiled = self._compile(item.batch)
         with self._timed("steps"):
             finished = self._drain(self.in_flight - 1)
-            self.state, out = compiled(self.state, self.frozen, item.batch)
+            self.state, out = self.compiled(self.state, self.frozen, item.batch)
             self.pending.append((item, out))
             # While this step runs: the host looks at the ones before.
             for earlier in finished:
@@ -299,16 +300,12 @@ class _Trainer:
     def _stopping(self, done: int) -> bool:
         return self.stop_requested.is_set()
 
-    def _compiled(self, item: input_lib.StepInput) -> Any:
-        """The step's program: one for the run, unless a step needs more label slots."""
-        if item.label_slots not in self.programs:
-            with self._timed("compile"):
-                sizes = step_lib.Sizes(item.label_slots, self.perf.vocab_chunk)
-                step = make_step(self.template, self.tx, self.mesh, sizes)
-                jitted = step_lib.jit(step, self.places, self.mesh)
-                lowered = jitted.lower(self.state, self.frozen, item.batch)
-                self.programs[item.label_slots] = lowered.compile()
-        return self.programs[item.label_slots]
+    def _compile(self, batch: datatypes.Batch) -> Any:
+        sizes = step_lib.Sizes(self.layout.label_slots, self.perf.vocab_chunk)
+        step = make_step(self.template, self.tx, self.mesh, sizes)
+        jitted = step_lib.jit(step, self.places, self.mesh)
+        with self._timed("compile"):
+            return jitted.lower(self.state, self.frozen, batch).compile()
 
     def _drain(self, most: int = 0) -> list[tuple[Any, Any]]:
         """Waits until at most so many steps are unfinished; returns the others."""
@@ -331,7 +328,7 @@ class _Trainer:
         ):
             line = {
                 **self.totals.window(),
-                "lr": float(self.learning_rate(item.step)),
+                "lr": float(np.asarray(self.learning_rate(item.step))),
                 "grad_norm": float(out.grad_norm),
                 "epoch": item.epoch,
                 "tokens": self.totals.tokens,
