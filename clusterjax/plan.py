@@ -167,10 +167,10 @@ class SelectionPlan:
         )
 
     def save(self, directory: epath.PathLike) -> None:
-        """Writes the plan; a reader sees the old plan or the whole new one.
+        """Writes the plan, every file whole or not at all.
 
-        `plan.json` is written last and holds the checksums of the other files, so a
-        half-written directory is recognised by `load`.
+        `plan.json` is written last and holds the checksums of the others, so `load`
+        recognises a directory in which old and new files are mixed.
         """
         directory = epath.Path(directory)
         table = _serialise(self._table())
@@ -206,7 +206,7 @@ class SelectionPlan:
         column = {name: table.column(name).to_numpy() for name in table.column_names}
         order = column.pop("herded_position")[column["copies"] > 0]
         uid = column.pop("uid").astype(str)
-        return cls(
+        plan = cls(
             candidate_uid=uid,
             candidate_id=column.pop("example_id"),
             candidate_cluster=column.pop("cluster_id"),
@@ -222,6 +222,12 @@ class SelectionPlan:
             **{name: manifest[name] for name in _PLAIN_FIELDS},
             **column,
         )
+        if plan.fingerprint != manifest["fingerprint"]:
+            raise errors.PlanError(
+                f"{directory / 'plan.json'} does not fit its own fingerprint: shares or"
+                " settings were edited; make the plan again"
+            )
+        return plan
 
     def _table(self) -> pa.Table:
         position = np.full(len(self.candidate_id), -1, np.int64)

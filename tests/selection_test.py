@@ -1,4 +1,4 @@
-"""Quotas, keep rules, forced ids, baselines, shares: against golden data and by hand."""
+"""Quotas, keep rules, forced ids, baselines and shares, against golden data."""
 
 import dataclasses
 import pathlib
