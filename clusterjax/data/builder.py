@@ -140,7 +140,8 @@ class Builder:
         except rows.RowError as error:
             self._reject(source, row.index, error, uid)
             return None
-        for note in conversation.notes:
+        unwritten = ("answers_shortened",) * bool(rendered.num_unwritten)
+        for note in (*conversation.notes, *unwritten):
             self._notes[note] = self._notes.get(note, 0) + 1
         return _Pending(origin, row.index, uid, text_hash, rendered, conversation)
 

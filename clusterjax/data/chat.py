@@ -39,10 +39,13 @@ class Rendered(NamedTuple):
     Attributes:
       text: all of it, special tokens spelled out.
       spans: (first, end) characters of each learnt part, in order.
+      num_unwritten: answers that the template shortens (templates drop the reasoning
+        of earlier turns); they carry no label, or the model would learn to skip it.
     """
 
     text: str
     spans: list[tuple[int, int]]
+    num_unwritten: int = 0
 
 
 class _Generation(jinja2.ext.Extension):
@@ -91,6 +94,7 @@ class ChatTemplate:
       source: its text.
       has_marks: whether it marks what is learnt.
       fingerprint: hash of the text.
+      eos_token: the tokenizer's end token as text.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class ChatTemplate:
         self.name, self.source = name, source
         self.has_marks = bool(_GENERATION_TAG.search(source))
         self.fingerprint = files.hash_arrays(source)
+        self.eos_token = tokenizer.eos_token
         self._tokens = {
             "bos_token": tokenizer.bos_token,
             "eos_token": tokenizer.eos_token,
@@ -140,6 +145,7 @@ class ChatTemplate:
         """
         messages = conversation.messages
         marked = self._render(messages, False, conversation.tools)
+        spans: list[tuple[int, int] | None]
         if self.has_marks:
             text, spans = _split_marks(marked)
         else:
@@ -154,13 +160,16 @@ class ChatTemplate:
                     f"template {self.name} marks {len(spans)} parts for {len(answers)}"
                     " answers, so an answer of weight 0 can't be told apart",
                 )
-            spans = [
-                span
-                for i, span in zip(answers, spans)
-                if i not in conversation.untrained
-            ]
+            pairs = zip(answers, spans)
+            spans = [span for i, span in pairs if i not in conversation.untrained]
         _check_turns(self.name, messages, text)
-        return Rendered(text, [span for span in spans if span[0] < span[1]])
+        written = [span for span in spans if span is not None]
+        if spans and not written:
+            raise rows.RowError(
+                "answer_not_rendered", f"template {self.name} does not write the answer"
+            )
+        learnt = [span for span in written if span[0] < span[1]]
+        return Rendered(text, learnt, len(spans) - len(written))
 
     def _render(
         self, messages: list[dict[str, Any]], prompt: bool, tools: list[Any] | None
@@ -172,15 +181,17 @@ class ChatTemplate:
                 tools=tools,
                 **self._tokens,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # a template is foreign code
             raise rows.RowError(
                 "template_error", f"template {self.name}: {error}"
             ) from error
 
 
-def _split_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
+def _split_marks(marked: str) -> tuple[str, list[tuple[int, int] | None]]:
     """(text without marks, the spans that they enclosed)."""
-    pieces, spans, length = [], [], 0
+    pieces: list[str] = []
+    spans: list[tuple[int, int] | None] = []
+    length = 0
     for piece in marked.split(_OPEN):
         inside, mark, outside = piece.partition(_CLOSE)
         if mark:
@@ -199,16 +210,21 @@ class _PrefixSpans:
         self._template, self._text = template, text
         self._messages, self._tools = conversation.messages, conversation.tools
 
-    def find(self, answers: list[int]) -> list[tuple[int, int]]:
-        spans, seen = [], 0
+    def find(self, answers: list[int]) -> list[tuple[int, int] | None]:
+        """The span of each answer; None where the text does not hold it whole."""
+        spans: list[tuple[int, int] | None] = []
+        seen = 0
         for i in answers:
             start = self._start(i, seen)
-            end = self._end(i, start)
-            spans.append((start, end))
-            seen = end
+            end = None if start is None else self._end(i, start)
+            if start is None or end is None:
+                spans.append(None)
+            else:
+                spans.append((start, end))
+                seen = end
         return spans
 
-    def _start(self, i: int, seen: int) -> int:
+    def _start(self, i: int, seen: int) -> int | None:
         """First character that the model writes for answer `i`."""
         before = self._prefix(i, prompt=False)
         opened = self._prefix(i, prompt=True)
@@ -216,25 +232,36 @@ class _PrefixSpans:
             return opened
         # The template has no opening of its own: a header before the answer, like
         # "ASSISTANT: ", is what precedes its text.
-        at = self._locate(i, max(seen, before or 0))
+        at = self._text.find(self._content(i), max(seen, before or 0))
+        if at < 0:
+            return None
         if before is not None and not self._text[before:at].strip():
             return before
         return at
 
-    def _end(self, i: int, start: int) -> int:
+    def _end(self, i: int, start: int) -> int | None:
         """End of answer `i` with its end token, without blanks after that."""
-        content = self._messages[i]["content"].strip()
-        at = self._text.find(content, start)
-        if at < 0:
-            raise self._lost(i)
-        bare = at + len(content)
-        last = i + 1 == len(self._messages)
-        end = len(self._text) if last else self._prefix(i + 1, prompt=False)
-        if end is None or end < bare:
-            eos = self._template._tokens["eos_token"]
+        at = self._text.find(self._content(i), start)
+        after = self._following(i)
+        if at < 0 or (after is not None and after < at):
+            return None
+        if after is None and self._text[start:at].strip():
+            return None  # found in a later turn, perhaps
+        bare = at + len(self._content(i))
+        if after is None or after < bare:
+            eos = self._template.eos_token
             return bare + len(eos) * self._text.startswith(eos, bare)
-        tail = self._text[bare:end].rstrip()
-        return bare + len(tail) if tail else end
+        tail = self._text[bare:after].rstrip()
+        return bare + len(tail) if tail else after
+
+    def _following(self, i: int) -> int | None:
+        """Where the text of what follows answer `i` begins, if that can be told."""
+        if i + 1 == len(self._messages):
+            return len(self._text)
+        return self._prefix(i + 1, prompt=False)
+
+    def _content(self, i: int) -> str:
+        return self._messages[i]["content"].strip()
 
     def _prefix(self, count: int, *, prompt: bool) -> int | None:
         """Length of the text of the first `count` turns if it begins the whole."""
@@ -245,18 +272,6 @@ class _PrefixSpans:
         except rows.RowError:  # many templates refuse some beginnings
             return None
         return len(prefix) if self._text.startswith(prefix) else None
-
-    def _locate(self, i: int, start: int) -> int:
-        at = self._text.find(self._messages[i]["content"].strip(), start)
-        if at < 0:
-            raise self._lost(i)
-        return at
-
-    def _lost(self, i: int) -> rows.RowError:
-        return rows.RowError(
-            "answer_not_rendered",
-            f"template {self._template.name} does not write out the answer in turn {i}",
-        )
 
 
 def _check_turns(name: str, messages: list[dict[str, Any]], text: str) -> None:

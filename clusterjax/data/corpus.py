@@ -156,7 +156,8 @@ class _Job:
         tokenizer: tokenizer_lib.Tokenizer,
         part: builder_lib.Part,
     ):
-        self._config, self._tokenizer, self._part = config, tokenizer, part
+        self._config, self._tokenizer = config, tokenizer
+        self._part: builder_lib.Part = part
         own_eval = bool(config.eval_sources)
         self._sources = sources.open_all(config.sources, config, "data.sources")
         self._other: list[sources.Source] = []

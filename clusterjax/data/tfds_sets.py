@@ -39,7 +39,8 @@ class TfdsSource(sources.Source):
     def read(self) -> Iterator[rows.Row]:
         self.problems.clear()
         try:
-            data = self._builder.as_data_source(self.config.split)
+            open_split: Any = self._builder.as_data_source
+            data = open_split(self.config.split)
             count = len(data)
         except Exception as error:  # TFDS and array_record raise many kinds
             raise self._error(error) from error
