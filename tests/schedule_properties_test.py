@@ -148,7 +148,7 @@ def _check_placement(schedule, step, num_shards, num_micro_steps):
     size = len(placed.step.entry)
     assert placed.shard.min() >= 0 and placed.shard.max() < num_shards
     assert placed.micro_step.max() < num_micro_steps
-    assert 0 <= placed.row.min() and placed.row.max() < placed.num_rows
+    assert placed.row.min() >= 0 and placed.row.max() < placed.num_rows
     rows_per_shard = np.bincount(placed.shard, minlength=num_shards)
     assert rows_per_shard.max() == -(-size // num_shards)
     assert np.ptp(rows_per_shard) <= 1

@@ -130,7 +130,7 @@ def _vectors(
     row = np.searchsorted(feats.example_id, plan.example_id)
     row = np.minimum(row, len(feats.example_id) - 1)
     if (feats.example_id[row] != plan.example_id).any():
-        missing = plan.uid[feats.example_id[row] != plan.example_id][0]
+        missing = str(plan.uid[feats.example_id[row] != plan.example_id][0])
         raise errors.PlanError(
             f"example {missing!r} of the plan has no gradient feature; order='herded'"
             " needs one for every kept example"

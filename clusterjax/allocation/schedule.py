@@ -320,7 +320,7 @@ def _check(
     if (expected != found).any():
         row = int(np.argmax(expected != found))
         raise errors.PlanError(
-            f"the plan belongs to other data: example {plan.uid[row]!r} has"
+            f"the plan belongs to other data: example {str(plan.uid[row])!r} has"
             f" {int(found[row])} label tokens and had {int(expected[row])} when the"
             " plan was made; make the plan again"
         )
