@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from clusterjax import config as config_lib
@@ -32,6 +33,8 @@ def run(main: Callable[[], int | None], description: str) -> None:
     """
 
     def guarded(argv: Sequence[str]) -> int | None:
+        # Orbax tells every file operation at INFO, which drowns our own lines.
+        logging.set_verbosity(logging.WARNING)
         if len(argv) > 1:
             return _fail(f"unexpected arguments: {' '.join(argv[1:])}")
         try:
@@ -63,9 +66,8 @@ def _parse(argv: Sequence[str], description: str) -> list[str]:
     try:
         for item in argv[1:]:
             _check_key(item)
+        _check_file(argv)
         return flags.FLAGS(list(argv))
-    except FileNotFoundError as error:
-        message = f"--config: {str(error).splitlines()[0]}"
     except (
         errors.UserError,
         flags.Error,
@@ -76,6 +78,15 @@ def _parse(argv: Sequence[str], description: str) -> list[str]:
     ) as error:
         message = str(error)
     sys.exit(_fail(message))
+
+
+def _check_file(argv: Sequence[str]) -> None:
+    """Refuses a config file that is not there, before anything imports it."""
+    for item, following in zip(argv[1:], [*argv[2:], ""]):
+        name = following if item == "--config" else item.removeprefix("--config=")
+        is_named = item == "--config" or item.startswith("--config=")
+        if is_named and not os.path.exists(name.split(":")[0]):
+            raise errors.ConfigError(f"--config {name}: there is no such file")
 
 
 def _check_key(item: str) -> None:

@@ -235,7 +235,7 @@ def _kept(run: Run) -> str:
 
 def _train(run: Run) -> None:
     config = run.config
-    with run.ledger.stage("train"):
+    with run.ledger.stage("train") as entry:
         run.result = train.fit(
             run.model,
             run.corpus,
@@ -250,6 +250,11 @@ def _train(run: Run) -> None:
             mesh_cfg=config.mesh,
             perf=config.perf,
             report=config.report,
+        )
+        trained = [line for line in run.result.history if line["kind"] == "train"]
+        entry.detail = (
+            f"{run.schedule.num_steps:,} steps, {trained[-1]['tokens']:,} tokens,"
+            f" {trained[-1]['labels']:,} of them labels"
         )
 
 
