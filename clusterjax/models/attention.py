@@ -58,10 +58,24 @@ def attend(
       window: a query sees at most this many newest keys, itself included.
 
     Returns:
-      [B, T, heads, head_dim] in the dtype of q. The softmax is in float32.
+      [B, T, heads, head_dim] in the dtype of q. The softmax is in float32 (float64
+      for float64 inputs).
     """
     mask = visible(q.shape[1], k.shape[1], segment_ids_BT, window)
+    if q.dtype == jnp.float64:
+        return _attend_wide(q, k, v, mask)
     return jax.nn.dot_product_attention(q, k, v, mask=mask)
+
+
+def _attend_wide(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
+) -> jax.Array:
+    """Attention in float64, where `dot_product_attention` would round to float32."""
+    groups = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5
+    weights = jax.nn.softmax(jnp.where(mask, scores, -1e300), axis=-1)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
 def attend_cached(

@@ -155,16 +155,16 @@ class Adapters:
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x²) + eps) · scale, over the last axis, in float32."""
+    """x / sqrt(mean(x²) + eps) · scale, over the last axis, in float32 or wider."""
 
     def __init__(self, shape: tuple[int, ...], config: DecoderConfig):
         self.scale = nnx.Param(jnp.ones(shape, config.param_dtype))
         self.eps = config.rms_norm_eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
-        mean_square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
-        normed = (x32 * jax.lax.rsqrt(mean_square + self.eps)).astype(x.dtype)
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        normed = (wide * jax.lax.rsqrt(mean_square + self.eps)).astype(x.dtype)
         return normed * _last_axis(self.scale[...].astype(x.dtype), x.ndim)
 
 
