@@ -19,6 +19,13 @@ from clusterjax.data import tokenizer as tokenizer_lib
 BLOCK_ROWS = 1024
 SAY_EVERY_SECONDS = 10.0
 
+# What was changed in rows that became examples.
+NOTES = {
+    "turns_joined": "consecutive turns of one speaker were joined",
+    "trailing_turns_cut": "turns after the last answer were cut off",
+    "answers_shortened": "answers that the template shortens carry no label",
+}
+
 Part = Literal["train", "eval"]
 
 
@@ -64,9 +71,9 @@ class Builder:
         """Remembers the texts of the held-out sources, which must not be trained on."""
         for number, source in enumerate(held_out):
             key = f"data.eval_sources[{number}]"
-            for block, layout in _blocks(source, key):
+            for block, layout in blocks(source, key):
                 for row in block:
-                    conversation = _try_convert(layout, source.config, row)
+                    conversation = convert(layout, source.config, row)
                     if isinstance(conversation, layouts.Conversation):
                         digests = checks.digest(conversation)
                         self._excluded.add(digests.normalized)
@@ -77,9 +84,11 @@ class Builder:
         """Takes all rows of a source."""
         self._origins.append(source)
         before = (self._num_read, self._num_examples, self._num_elsewhere)
-        layout = None
-        for block, layout in _blocks(source, key):
+        layout, unused = None, set()
+        for block, layout in blocks(source, key):
             pending = []
+            if self._num_read == before[0]:
+                unused = _unused(block, layout, source.config)
             for row in block:
                 if (item := self._take(origin, source, layout, row)) is not None:
                     pending.append(item)
@@ -99,6 +108,8 @@ class Builder:
                 "name": source.name,
                 "path": source.config.path,
                 "layout": layout.name if layout else "",
+                "columns": layout.columns() if layout else [],
+                "columns_unused": sorted(unused),
                 "rows": read,
                 "examples": examples,
                 "rejects": read - examples,
@@ -118,7 +129,7 @@ class Builder:
         """The row's conversation as text; None when it is left out."""
         fraction = self._config.eval_fraction
         held_out = self._part == "eval" and bool(fraction)
-        conversation = _try_convert(layout, source.config, row)
+        conversation = convert(layout, source.config, row)
         if isinstance(conversation, rows.RowError):
             # A row without a text belongs to the training part.
             if held_out:
@@ -132,8 +143,7 @@ class Builder:
             self._num_elsewhere += 1
             return None
         self._num_read += 1
-        text_hash = int.from_bytes(digests.exact[:4], "big")
-        uid = f"{source.name}:{row.index}:{text_hash:08x}"
+        uid = f"{source.name}:{row.index}:{digests.short_hex()}"
         try:
             self._check_new(digests, origin, row.index)
             rendered = self._template.render(conversation)
@@ -143,7 +153,7 @@ class Builder:
         unwritten = ("answers_shortened",) * bool(rendered.num_unwritten)
         for note in (*conversation.notes, *unwritten):
             self._notes[note] = self._notes.get(note, 0) + 1
-        return _Pending(origin, row.index, uid, text_hash, rendered, conversation)
+        return _Pending(origin, row.index, uid, digests.short, rendered, conversation)
 
     def _check_new(self, digests: checks.Digests, origin: int, row: int) -> None:
         if digests.normalized in self._excluded:
@@ -193,7 +203,10 @@ class Builder:
             error = rows.RowError("no_label_tokens", detail)
             self._reject(source, item.row, error, item.uid)
             return False
-        if length > limit:
+        if length <= limit:
+            last = int(encoded.tokens[encoded.label_mask][-1])
+            self._lengths.num_endless += last not in self._tokenizer.added_ids
+        else:
             cut = encoded.full_labels - labels
             self._lengths.add_truncated(item.uid, length - limit, cut)
         return True
@@ -288,7 +301,7 @@ class Builder:
         """The data report. Guarantee: num_read = num_examples + num_rejects."""
         if self._num_read != self._num_examples + len(self.rejects.all):
             raise AssertionError("a row was neither kept nor rejected")
-        notes = [f"{count:,} conversations: {n}" for n, count in self._notes.items()]
+        changed = [f"{NOTES[n]}: {count:,} rows" for n, count in self._notes.items()]
         return {
             "part": self._part,
             "num_read": self._num_read,
@@ -305,12 +318,26 @@ class Builder:
             "max_length": self._config.max_length,
             "length": self._lengths.summary(),
             "duplicates": self._duplicates.counts(),
-            "subsets": self._subsets + notes,
-            "warnings": self._warnings,
+            "subsets": self._subsets + changed,
+            "warnings": self._warnings + self._template_warnings(),
         }
 
+    def _template_warnings(self) -> list[str]:
+        name, found = self._template.name, []
+        if self._config.template == "auto" and name != "tokenizer":
+            found.append(
+                f"the tokenizer has no chat template, so the template {name} is used;"
+                " set data.template to choose"
+            )
+        if self._lengths.num_endless:
+            found.append(
+                f"{self._lengths.num_endless:,} answers do not end with a special token"
+                f" under the template {name}: a model does not learn to stop there"
+            )
+        return found
 
-def _blocks(
+
+def blocks(
     source: sources.Source, key: str
 ) -> Iterator[tuple[list[rows.Row], layouts.Layout]]:
     """Blocks of rows with the source's layout, which the first block decides."""
@@ -323,9 +350,18 @@ def _blocks(
         yield block, layout
 
 
-def _try_convert(
+def _unused(
+    block: list[rows.Row], layout: layouts.Layout, config: config_lib.SourceConfig
+) -> set[str]:
+    named = (config.weight_column, config.source_column, config.group_column)
+    found = {name for row in block for name in row.columns or ()}
+    return found - {*layout.columns(), *named}
+
+
+def convert(
     layout: layouts.Layout, config: config_lib.SourceConfig, row: rows.Row
 ) -> layouts.Conversation | rows.RowError:
+    """The row's conversation, or why there is none."""
     if row.columns is None:
         return rows.RowError(row.reason, row.cause)
     try:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clusterjax import datatypes, errors
+from clusterjax import datatypes, errors, packing
 from clusterjax.data import layouts
 
 # Rows that are left out by rule; every other reason is a fault of the data.
@@ -30,6 +30,14 @@ class Digests(NamedTuple):
 
     exact: bytes
     normalized: bytes
+
+    @property
+    def short(self) -> int:
+        """32 bits of the exact hash, with which example ids end."""
+        return int.from_bytes(self.exact[:4], "big")
+
+    def short_hex(self) -> str:
+        return f"{self.short:08x}"
 
     def is_held_out(self, fraction: float) -> bool:
         """Whether the text falls into the held-out share; equal texts fall together."""
@@ -122,6 +130,7 @@ class Lengths:
         self.truncated: list[str] = []
         self.num_truncated = self.tokens_cut = self.labels_cut = 0
         self.shortest_prompt: int | None = None
+        self.num_endless = 0
 
     def add(self, lengths: Iterable[int], num_labels: int) -> None:
         np.add.at(self._counts, np.fromiter(lengths, np.int64), 1)
@@ -135,7 +144,7 @@ class Lengths:
             self.truncated.append(uid)
 
     def summary(self) -> dict[str, Any]:
-        """Counts, quantiles and a histogram of equal bins."""
+        """Counts, quantiles, a histogram of equal bins, and what packing would give."""
         counts, sizes = self._counts, np.arange(len(self._counts))
         total, tokens = int(counts.sum()), int(counts @ sizes)
         below = np.cumsum(counts)
@@ -160,6 +169,7 @@ class Lengths:
                     int(counts[a:b].sum()) for a, b in itertools.pairwise(edges)
                 ],
             },
+            "packing": self._packing(),
             "truncated": {
                 "count": self.num_truncated,
                 "tokens_cut": self.tokens_cut,
@@ -167,6 +177,16 @@ class Lengths:
                 "first": self.truncated,
             },
         }
+
+    def _packing(self) -> dict[str, Any]:
+        """Rows of max_length that hold everything, and the share of them in use."""
+        lengths = np.repeat(np.arange(len(self._counts)), self._counts)
+        if not len(lengths):
+            return {"rows": 0, "used": 0.0}
+        row, _ = packing.pack(lengths, len(self._counts) - 1)
+        num_rows = int(row.max()) + 1
+        used = float(lengths.sum() / num_rows / (len(self._counts) - 1))
+        return {"rows": num_rows, "used": used}
 
 
 def describe(report: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ import os
 import pathlib
 import shutil
 import tempfile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
@@ -18,7 +18,7 @@ from etils import epath
 from clusterjax import config as config_lib
 from clusterjax import datatypes, errors, files, progress
 from clusterjax.data import builder as builder_lib
-from clusterjax.data import chat, checks, sources, store
+from clusterjax.data import chat, checks, layouts, sources, store
 from clusterjax.data import tokenizer as tokenizer_lib
 
 # Part of the cache key: goes up when the same data would give another corpus.
@@ -62,6 +62,52 @@ def load_eval(
     if not config.eval_sources and not config.eval_fraction:
         return None
     return _load(config, tokenizer, directory, "eval")
+
+
+class FoundRow(NamedTuple):
+    """Where an example comes from.
+
+    Attributes:
+      place: file and line, for people.
+      columns: the row as it stands there.
+    """
+
+    place: str
+    columns: dict[str, Any]
+
+
+def find_row(
+    config: config_lib.DataConfig, uid: str, part: builder_lib.Part = "train"
+) -> FoundRow:
+    """The row of an example's id `source:row:hash`.
+
+    Raises:
+      errors.DataError: there is no such row, or its text is another by now.
+    """
+    _check(config)
+    own = part == "eval" and config.eval_sources
+    entries = config.eval_sources if own else config.sources
+    opened = sources.open_all(entries, config, "data.sources")
+    try:
+        name, row, digest = uid.rsplit(":", 2)
+        source = next(source for source in opened if source.name == name)
+        index = int(row)
+    except (ValueError, StopIteration) as error:
+        names = ", ".join(source.name for source in opened)
+        raise errors.DataError(
+            f"example id {uid!r} is not source:row:hash with one of the sources {names}"
+        ) from error
+    for block, layout in builder_lib.blocks(source, "data.sources"):
+        for found in block:
+            if found.index == index:
+                place = source.place(index)
+                conversation = builder_lib.convert(layout, source.config, found)
+                if not isinstance(conversation, layouts.Conversation):
+                    raise errors.DataError(f"{uid}: {place} is no example any more")
+                if checks.digest(conversation).short_hex() != digest:
+                    raise errors.DataError(f"{uid}: {place} has another text by now")
+                return FoundRow(place, dict(found.columns or {}))
+    raise errors.DataError(f"{uid}: {name} has no row {index}")
 
 
 def _check(config: config_lib.DataConfig) -> None:

@@ -84,6 +84,12 @@ class Layout:
     turns: str = ""
     input: str = ""
 
+    def columns(self) -> list[str]:
+        """Names of the columns that it reads."""
+        names = (self.system, self.prompt, self.input, self.response, self.turns)
+        tools = ("tools",) if self.turns else ()
+        return [*filter(None, names), *tools]
+
 
 def find(
     config: config_lib.SourceConfig, seen: Iterable[Mapping[str, Any]], key: str

@@ -27,6 +27,7 @@ class Tokenizer:
       pad_id: id that fills rows; the end token's or 0 when the tokenizer has none.
         Padding is masked by position, so the value never matters.
       vocab_size: number of ids (largest id + 1), added tokens included.
+      added_ids: ids of the added tokens, which text never contains by chance.
       adds_bos: whether the tokenizer itself puts the begin token before a text.
       fingerprint: hash of all the above.
     """
@@ -59,9 +60,10 @@ class Tokenizer:
         self.pad_id = next(i for i in (pad, self.eos_id, 0) if i is not None)
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
-        added = backend.encode("", add_special_tokens=True).ids
+        self.added_ids = frozenset(backend.get_added_tokens_decoder())
+        prefix = backend.encode("", add_special_tokens=True).ids[:1]
         self.adds_bos = self.bos_id is not None and (
-            added[:1] == [self.bos_id] or self.settings.get("add_bos_token") is True
+            prefix == [self.bos_id] or self.settings.get("add_bos_token") is True
         )
         facts = [self.bos_id, self.eos_id, self.pad_id, self.adds_bos]
         self.fingerprint = files.hash_arrays(

@@ -16,7 +16,7 @@ from clusterjax import errors
 from clusterjax.data.builtin import splits, storage, tasks
 
 SOURCE = "skills"
-MAX_TRIES = 200
+MAX_MISSES = 1000  # draws in a row that give nothing new: the family is exhausted
 
 
 def family_sizes(num_examples: int, zipf_exponent: float) -> np.ndarray:
@@ -97,18 +97,21 @@ def _family(
         )
         return True
 
-    for _ in range(MAX_TRIES * size):
-        if len(drawn) == size - num_rewordings:
-            break
-        task = family.draw(draw)
-        key = f"{family.name}:{'|'.join(map(str, task.arguments))}"
-        if key not in drawn and add(key, task):
+    misses = 0
+    while len(examples) < size and misses < MAX_MISSES:
+        if len(drawn) < size - num_rewordings:
+            task = family.draw(draw)
+            key = f"{family.name}:{'|'.join(map(str, task.arguments))}"
+            added = key not in drawn and add(key, task)
+        else:
+            key = draw.choice(list(drawn))
+            task = drawn[key]
+            added = add(key, task)
+        if added:
             drawn[key] = task
-    for _ in range(MAX_TRIES * size):
-        if len(examples) == size:
-            return examples
-        key = draw.choice(list(drawn))
-        add(key, drawn[key])
+        misses = 0 if added else misses + 1
+    if len(examples) == size:
+        return examples
     raise errors.ConfigError(
         f"skills: the family {family.name} has fewer than the {size} different "
         "examples asked for; lower skills.num_examples, skills.zipf_exponent or "

@@ -123,8 +123,8 @@ def library_root() -> pathlib.Path:
 
 def source_files(
     root: pathlib.Path, skipped: Collection[str] = SKIPPED
-) -> Iterator[tuple[str, str]]:
-    """(module name, text) of each source file under `root`, in sorted order.
+) -> Iterator[tuple[str, str, ast.Module]]:
+    """(module name, text, syntax tree) of each source file under `root`, in sorted order.
 
     Files and folders with a name in `skipped` are left out.
 
@@ -140,10 +140,10 @@ def source_files(
         parts = (PUBLIC_NAMES.get(parts[0], parts[0]), *parts[1:])
         try:
             text = path.read_text(encoding="utf-8")
-            parse(text)
+            tree = parse(text)
         except (SyntaxError, UnicodeDecodeError):
             continue
-        yield ".".join(parts), text
+        yield ".".join(parts), text, tree
 
 
 def parse(text: str) -> ast.Module:
@@ -189,9 +189,9 @@ def mine(root: pathlib.Path) -> list[splits.Example]:
     with one qualified name or one body (whitespace and case apart) the first is kept.
     """
     examples: dict[str, splits.Example] = {}
-    for module, text in source_files(root):
+    for module, text, tree in source_files(root):
         lines = text.splitlines()
-        for item in definitions(module, parse(text)):
+        for item in definitions(module, tree):
             example = _pair(module, lines, item)
             if example is not None:
                 examples.setdefault(example.key, example)

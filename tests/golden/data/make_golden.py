@@ -14,6 +14,7 @@ from tokenizers import (
     normalizers,
     pre_tokenizers,
     processors,
+    trainers,
 )
 
 HERE = pathlib.Path(__file__).parent
@@ -35,7 +36,7 @@ def byte_level() -> tokenizers.Tokenizer:
     result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     result.decoder = decoders.ByteLevel()
     result.post_processor = processors.ByteLevel(trim_offsets=True)
-    trainer = bpe_trainers.BpeTrainer(
+    trainer = trainers.BpeTrainer(
         vocab_size=700,
         special_tokens=SPECIAL,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -50,7 +51,7 @@ def sentencepiece() -> tokenizers.Tokenizer:
     result = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     bytes_ = [f"<0x{i:02X}>" for i in range(256)]
     result.normalizer = normalizers.Replace(" ", "▁")
-    trainer = bpe_trainers.BpeTrainer(
+    trainer = trainers.BpeTrainer(
         vocab_size=900,
         special_tokens=[*SPECIAL, *bytes_],
         limit_alphabet=90,
