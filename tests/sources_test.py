@@ -76,16 +76,20 @@ KINDS = ("jsonl", "ndjson", "jsonl.gz", "json", "parquet", "tfds")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_format_gives_the_same_rows_and_corpus(kind, tmp_path):
     path = _write(kind, tmp_path)
-    assert _rows(path) == PAIRS
+    rows = _rows(path)
+    if kind == "tfds":  # which shuffles when it writes
+        assert sorted(rows, key=PAIRS.index) == PAIRS
+    else:
+        assert rows == PAIRS
     tok = data_inputs.tokenizer()
     entry = config.SourceConfig(path=path, name="pairs")
     corpus = data.load(data_inputs.settings(entry), tok)
     assert corpus.num_examples == 5
-    assert data_inputs.texts(corpus, tok)[3] == (
+    assert data_inputs.texts(corpus, tok)[rows.index(PAIRS[3])] == (
         "What is 3 + 3?\nIt is 6.<|im_end|>",
         "It is 6.<|im_end|>",
     )
-    reference = data_inputs.write_lines(tmp_path / "reference.jsonl", PAIRS)
+    reference = data_inputs.write_lines(tmp_path / "reference.jsonl", rows)
     entry = config.SourceConfig(path=str(reference), name="pairs")
     same = data.load(data_inputs.settings(entry), tok)
     assert corpus.fingerprint == same.fingerprint
@@ -132,7 +136,8 @@ def test_an_id_of_an_edited_row_is_refused(tmp_path):
 
 def test_splits_of_a_builder_directory(tmp_path):
     path = tfds_directory(tmp_path)
-    assert _rows(path, split="test[1:3]") == PAIRS[1:3]
+    assert _rows(path, split="test[1:3]") == _rows(path, split="test")[1:3]
+    assert len(_rows(path, split="train+test")) == 10
     with pytest.raises(errors.ConfigError, match=r"splits: .*train"):
         _rows(path, split="validation")
 
