@@ -19,8 +19,7 @@ is a test subject for data selection, not an assistant.
 tied embeddings |
 | tokenizer | byte-level BPE, digits one by one, {bytes_per_token:.2f} bytes per token |
 | context | {row_tokens} tokens |
-| chat format | `{begin}<|user|>⏎…{end}⏎<|assistant|>⏎…{end}⏎`; no chat was seen in \
-pre-training |
+| chat format | `{begin}<|user|>…{end}<|assistant|>…{end}`; pre-training had no chat |
 | licence | Apache-2.0; the text is the standard library's (PSF licence) and generated |
 
 ## Pre-training
@@ -31,9 +30,11 @@ pre-training |
 every function and method of the standard library of Python {python}, what remains of \
 each file without them, and generated `skills` tasks in plain form. Left out are the \
 held-out part, tests, vendored packages and the tables of `encodings`.
-- {steps:,} steps of {rows} rows × {row_tokens} tokens ({seen_tokens:,} tokens seen), \
+- {steps:,} steps of {rows} rows × {row_tokens} tokens ({seen_tokens:,} tokens seen; \
+the rows cut in half until the rates fall), \
 Muon for the matrices of the blocks (peak {learning_rate}) and Adam for the rest (peak \
-{adam_learning_rate}), {warmup_steps} warm-up steps, then linear to zero; float32.
+{adam_learning_rate}), {warmup_steps} warm-up steps, linear to zero in the last \
+{decay_fraction:.0%} of the steps; float32.
 - Final training loss {final_loss:.3f} nats per token (mean of the last 50 steps).
 - {minutes:.0f} minutes on {machine} (jax {jax}), tokenizer included{remark}.
 
@@ -48,18 +49,18 @@ and Goodman, 1999) fitted to the same documents:
 
 *Held out* are the functions and methods whose qualified name, and the tasks whose
 family and arguments, hash below a tenth (`clusterjax/data/builtin/splits.py`): the
-rule that makes the `heldout` split of the embedded data sets. Held-out functions{others}
-were cut from the text, and with them every function of the same body (whitespace and
-case apart). Each document is scored on its own; one of more than {piece_tokens} tokens
-is cut there and scored in pieces, for both models alike. The model spends bits on its
-tokens after the begin token; the end token is not counted.
+rule that makes the `heldout` split of the embedded data sets. Held-out functions
+{others} were cut from the text, and with them every function of the same body
+(whitespace and case apart). Each document is scored on its own; one of more than
+{piece_tokens} tokens is cut there and scored in pieces, for both models alike. The
+model spends bits on its tokens after the begin token; the end token is not counted.
 """
 
 
 def render(facts: dict[str, Any]) -> str:
     """The card's text, from the facts that `experiments.pretrain.run` returns."""
     names = facts["other_libraries"]
-    others = f" of Python {facts['python']}"
+    others = f"of Python {facts['python']}"
     if names:
         others += f" and of {', '.join(names)}"
     rows = []

@@ -13,13 +13,15 @@ the rounding of the machine.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import os
 import pathlib
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,16 +51,19 @@ _OTHER_ROOTS = flags.DEFINE_multi_string(
     "of the text as well; may be repeated.",
 )
 _REMARK = flags.DEFINE_string("remark", "", "Said in the card after the time.")
-_SAVE_EVERY = flags.DEFINE_integer("save_every", 200, "Steps between snapshots.")
+_SAVE_EVERY = flags.DEFINE_integer("save_every", 100, "Steps between snapshots.")
+_STATE = flags.DEFINE_string(
+    "state", None, "File that keeps the training state; a second start goes on from it."
+)
 
 BOS, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 SPECIAL_TOKENS = (PAD, BOS, END, "<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 ROW_TOKENS = 512
 Params = dict[parameters.Path, jax.Array]
@@ -76,14 +81,16 @@ class Recipe:
       learning_rate: peak of Muon, for the matrices of the blocks.
       adam_learning_rate: peak of Adam, for embedding and norms.
       weight_decay: of the matrices of the blocks, times the learning rate.
-      warmup_steps: steps of the linear rise; then a linear fall to zero.
+      warmup_steps: steps of the linear rise of both rates; then they are constant.
+      decay_fraction: last share of the steps, in which they fall linearly to zero.
+        Before it, rows are cut in half, which makes attention cheaper.
       seed: of the initial values and of the order of the rows.
     """
 
     vocab_size: int = 4096
     hidden_size: int = 256
     intermediate_size: int = 640
-    num_layers: int = 4
+    num_layers: int = 3
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 64
@@ -92,6 +99,7 @@ class Recipe:
     adam_learning_rate: float = 3e-3
     weight_decay: float = 0.05
     warmup_steps: int = 50
+    decay_fraction: float = 0.3
     seed: int = 0
 
 
@@ -142,6 +150,12 @@ def pack(documents: Sequence[str], tokenizer: tokenizer_lib.Tokenizer) -> np.nda
     return stream[starts + np.arange(ROW_TOKENS + 1)]
 
 
+def halves(rows: np.ndarray) -> np.ndarray:
+    """int32 [2 · rows, T / 2 + 1]: each row [T + 1] as two that share a token."""
+    middle = rows.shape[1] // 2
+    return np.concatenate([rows[:, : middle + 1], rows[:, middle:]])
+
+
 def row_order(num_rows: int, recipe: Recipe) -> Iterator[np.ndarray]:
     """Row numbers of one step after another; every pass has a new order."""
     rng = np.random.default_rng(recipe.seed)
@@ -176,13 +190,15 @@ def optimizer(recipe: Recipe, num_steps: int) -> optax.GradientTransformation:
     """Muon on the matrices of the blocks (arXiv 2502.16982), Adam on the rest."""
 
     def schedule(peak: float) -> optax.Schedule:
-        warmup = min(recipe.warmup_steps, num_steps // 2)
+        decay = round(recipe.decay_fraction * num_steps)
+        warmup = min(recipe.warmup_steps, num_steps - decay)
         return optax.join_schedules(
             [
                 optax.linear_schedule(peak / (warmup + 1), peak, warmup),
-                optax.linear_schedule(peak, 0.0, num_steps - warmup),
+                optax.constant_schedule(peak),
+                optax.linear_schedule(peak, 0.0, decay),
             ],
-            [warmup],
+            [warmup, num_steps - decay],
         )
 
     def matrix_axes(params: Params) -> dict[parameters.Path, Any]:
@@ -217,45 +233,78 @@ def train(
     rows: np.ndarray,
     recipe: Recipe,
     num_steps: int,
-    on_step: Any = lambda step, params, loss: None,
+    state_file: pathlib.Path | None = None,
+    save_every: int = 100,
+    on_save: Callable[[int, Params, float], None] = lambda step, params, loss: None,
 ) -> tuple[Params, list[float]]:
-    """Trains from random values.
+    """Trains from random values, or from where `state_file` stopped.
+
+    Before the rates fall, a state does not depend on `num_steps`: a run may be
+    stopped there and go on with another number.
 
     Args:
       config: the decoder.
       rows: int32 [rows, T + 1], from `pack`.
       recipe: batch size, learning rates and seed.
       num_steps: optimiser steps.
-      on_step: called with (steps done, parameters, loss) after each step.
+      state_file: where the state is kept between steps.
+      save_every: steps between two savings.
+      on_save: called then with (steps done, parameters, mean loss since the last).
 
     Returns:
       The parameters by path, and the training loss of each step in nats per token.
     """
     model = decoder.Decoder(config, nnx.Rngs(recipe.seed))
-    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    params: Params = {path: variable[...] for path, variable in state}
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    params: Params = {path: variable[...] for path, variable in flat}
     transform = optimizer(recipe, num_steps)
-    opt_state = transform.init(params)
+    state = (params, transform.init(params))
+    losses: list[float] = []
+    if state_file is not None and state_file.exists():
+        state, losses = _read_state(state_file, state)
 
-    @jax.jit
-    def step(params: Params, opt_state: Any, rows_BT: jax.Array):
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: Any, rows_BT: jax.Array) -> tuple[Any, jax.Array]:
         def mean_loss(params: Params) -> jax.Array:
             return token_losses(config, params, rows_BT).mean()
 
+        params, opt_state = state
         loss, gradient = jax.value_and_grad(mean_loss)(params)
         updates, opt_state = transform.update(gradient, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+        return (optax.apply_updates(params, updates), opt_state), loss
 
-    losses = []
-    order = row_order(len(rows), recipe)
-    tokens = rows.shape[1] - 1
-    with progress.track("pretrain", num_steps * recipe.rows * tokens, "tokens") as done:
-        for i in range(num_steps):
-            params, opt_state, loss = step(params, opt_state, rows[next(order)])
+    num_short = num_steps - round(recipe.decay_fraction * num_steps)
+    order = itertools.islice(row_order(len(rows), recipe), len(losses), num_steps)
+    count = recipe.rows * ROW_TOKENS
+    total = (num_steps - len(losses)) * count
+    with progress.track("pretrain", total, "tokens") as advance:
+        for chosen in order:
+            short = len(losses) < num_short
+            state, loss = step(state, halves(rows[chosen]) if short else rows[chosen])
             losses.append(float(loss))
-            done(recipe.rows * tokens)
-            on_step(i + 1, params, losses[-1])
-    return params, losses
+            advance(count)
+            if len(losses) % save_every == 0:
+                if state_file is not None:
+                    _write_state(state_file, state, losses)
+                on_save(len(losses), state[0], float(np.mean(losses[-save_every:])))
+    return state[0], losses
+
+
+def _write_state(path: pathlib.Path, state: Any, losses: list[float]) -> None:
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+    def write(partial: os.PathLike[str]) -> None:
+        with open(partial, "wb") as file:
+            np.savez(file, np.asarray(losses), *leaves)
+
+    files.write_with(path, write)
+
+
+def _read_state(path: pathlib.Path, like: Any) -> tuple[Any, list[float]]:
+    with np.load(path) as stored:
+        losses, *leaves = (stored[f"arr_{i}"] for i in range(len(stored.files)))
+    state = jax.tree.unflatten(jax.tree.structure(like), map(jnp.asarray, leaves))
+    return state, losses.tolist()
 
 
 def pieces(document: str, tokenizer: tokenizer_lib.Tokenizer) -> list[str]:
@@ -326,7 +375,8 @@ def run(
     text: pretraining_text.PretrainingText,
     recipe: Recipe,
     num_steps: int,
-    save_every: int,
+    state_file: pathlib.Path | None = None,
+    save_every: int = 100,
 ) -> dict[str, Any]:
     """Tokenizer, training, files and figures; returns what the model card states."""
     begin = time.monotonic()
@@ -343,18 +393,18 @@ def run(
         for name, documents in heldout.items()
     }
 
-    def on_step(step: int, params: Params, loss: float) -> None:
-        if step % save_every == 0:
-            save(out, config, params, tokenizer)
-            score = bits_per_byte(
-                config, params, tokenizer, heldout["standard library"][::16]
-            )
-            progress.say(
-                f"step {step:,}: training loss {loss:.3f} nats per token, held-out "
-                f"sample {score:.3f} bits per byte, {time.monotonic() - begin:,.0f} s"
-            )
+    def on_save(step: int, params: Params, loss: float) -> None:
+        save(out, config, params, tokenizer)
+        sample = heldout["standard library"][::32]
+        score = bits_per_byte(config, params, tokenizer, sample)
+        progress.say(
+            f"step {step:,}: training loss {loss:.3f} nats per token, held-out sample "
+            f"{score:.3f} bits per byte, {time.monotonic() - begin:,.0f} s"
+        )
 
-    params, losses = train(config, rows, recipe, num_steps, on_step)
+    params, losses = train(
+        config, rows, recipe, num_steps, state_file, save_every, on_save
+    )
     seconds = time.monotonic() - begin
     # The figures are those of the stored, rounded weights.
     params = {p: v.astype(jnp.bfloat16).astype(jnp.float32) for p, v in params.items()}
@@ -398,7 +448,8 @@ def main(argv: Sequence[str]) -> None:
         [pathlib.Path(root) for root in _OTHER_ROOTS.value],
     )
     out = pathlib.Path(_OUT.value)
-    facts = run(out, text, Recipe(), _STEPS.value, _SAVE_EVERY.value)
+    state_file = pathlib.Path(_STATE.value) if _STATE.value else None
+    facts = run(out, text, Recipe(), _STEPS.value, state_file, _SAVE_EVERY.value)
     roots = [pathlib.Path(root).name for root in _OTHER_ROOTS.value]
     facts |= {
         "command": f"python -m experiments.pretrain --out DIR --steps {_STEPS.value}"

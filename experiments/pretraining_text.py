@@ -8,6 +8,7 @@ list.
 
 from __future__ import annotations
 
+import ast
 import pathlib
 import textwrap
 from collections.abc import Sequence
@@ -56,8 +57,8 @@ def collect(
         heldout_bodies |= _heldout_bodies(others)
     train: list[str] = []
     heldout: list[str] = []
-    for module, text in modules:
-        kept, cut = _documents(module, text, heldout_bodies)
+    for module, text, tree in modules:
+        kept, cut = _documents(module, text, tree, heldout_bodies)
         train += kept
         heldout += cut
     tasks = splits.split(
@@ -75,11 +76,11 @@ def _plain(example: splits.Example) -> str:
     return f"{example.instruction}\n{example.response}\n"
 
 
-def _heldout_bodies(modules: list[tuple[str, str]]) -> set[str]:
+def _heldout_bodies(modules: list[tuple[str, str, ast.Module]]) -> set[str]:
     bodies = set()
-    for module, text in modules:
+    for module, text, tree in modules:
         lines = text.splitlines()
-        for item in stdlib_functions.definitions(module, stdlib_functions.parse(text)):
+        for item in stdlib_functions.definitions(module, tree):
             if splits.is_heldout(item.key):
                 body = stdlib_functions.body_text(lines, item.node)
                 if len(body.splitlines()) >= stdlib_functions.MIN_BODY_LINES:
@@ -88,14 +89,14 @@ def _heldout_bodies(modules: list[tuple[str, str]]) -> set[str]:
 
 
 def _documents(
-    module: str, text: str, heldout_bodies: set[str]
+    module: str, text: str, tree: ast.Module, heldout_bodies: set[str]
 ) -> tuple[list[str], list[str]]:
     """(training documents, held-out documents) of one file, in file order."""
     lines = text.splitlines()
     train: list[str] = []
     heldout: list[str] = []
     remaining = list(lines)
-    for item in stdlib_functions.definitions(module, stdlib_functions.parse(text)):
+    for item in stdlib_functions.definitions(module, tree):
         start, stop = item.first_line - 1, item.node.end_lineno or item.first_line
         document = textwrap.dedent("\n".join(lines[start:stop])) + "\n"
         remaining[start:stop] = [""] * (stop - start)

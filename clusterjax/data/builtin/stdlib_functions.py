@@ -124,17 +124,15 @@ def library_root() -> pathlib.Path:
 def source_files(
     root: pathlib.Path, skipped: Collection[str] = SKIPPED
 ) -> Iterator[tuple[str, str, ast.Module]]:
-    """(module name, text, syntax tree) of each source file under `root`, in sorted order.
+    """(module name, text, syntax tree) of each source file under `root`, sorted.
 
     Files and folders with a name in `skipped` are left out.
 
     A file that is not UTF-8 or does not parse is left out: a library may hold files
     that are broken on purpose.
     """
-    for path in sorted(root.rglob("*.py")):
+    for path in _python_files(root, skipped):
         parts = path.relative_to(root).with_suffix("").parts
-        if any(p in skipped or p.startswith(("config-", "_sysconfig")) for p in parts):
-            continue
         if parts[-1] == "__init__":
             parts = parts[:-1]
         parts = (PUBLIC_NAMES.get(parts[0], parts[0]), *parts[1:])
@@ -144,6 +142,18 @@ def source_files(
         except (SyntaxError, UnicodeDecodeError):
             continue
         yield ".".join(parts), text, tree
+
+
+def _python_files(
+    folder: pathlib.Path, skipped: Collection[str]
+) -> Iterator[pathlib.Path]:
+    for path in sorted(folder.iterdir()):
+        if path.stem in skipped or path.name.startswith(("config-", "_sysconfig")):
+            continue
+        if path.is_dir():
+            yield from _python_files(path, skipped)
+        elif path.suffix == ".py":
+            yield path
 
 
 def parse(text: str) -> ast.Module:
@@ -218,6 +228,8 @@ def _pair(module: str, lines: list[str], item: Definition) -> splits.Example | N
     body = body_text(lines, node)
     if sum(bool(line.strip()) for line in body.splitlines()) < MIN_BODY_LINES:
         return None
+    if body[0].isspace():
+        return None  # a string that reaches column 0 keeps it from being dedented
     header_end = node.body[0].end_lineno
     header = textwrap.dedent("\n".join(lines[item.first_line - 1 : header_end]))
     if len(header) + len(body) > MAX_CHARS:
