@@ -261,10 +261,9 @@ class Builder:
     def _note_subsets(
         self, source: sources.Source, key: str, taken: int, elsewhere: int
     ) -> None:
-        limit = source.config.max_examples
-        if limit is not None and taken >= limit:
+        if source.has_more:
             self._subsets.append(
-                f"{source.name}: only the first {limit:,} rows were read"
+                f"{source.name}: only the first {taken:,} rows were read"
                 f" ({key}.max_examples)"
             )
         if elsewhere:
@@ -342,12 +341,14 @@ def blocks(
 ) -> Iterator[tuple[list[rows.Row], layouts.Layout]]:
     """Blocks of rows with the source's layout, which the first block decides."""
     limit, layout = source.config.max_examples, None
-    stream = itertools.islice(source.read(), limit)
-    while block := list(itertools.islice(stream, BLOCK_ROWS)):
+    stream = source.read()
+    taken = itertools.islice(stream, limit)
+    while block := list(itertools.islice(taken, BLOCK_ROWS)):
         if layout is None:
             readable = [row.columns for row in block if row.columns is not None]
             layout = layouts.find(source.config, readable, key)
         yield block, layout
+    source.has_more = limit is not None and next(stream, None) is not None
 
 
 def _unused(

@@ -123,6 +123,13 @@ def _check(config: config_lib.DataConfig) -> None:
         raise errors.ConfigError(
             "data.eval_fraction and data.eval_sources are both set; use one of them"
         )
+    for key in ("sources", "eval_sources"):
+        for i, source in enumerate(getattr(config, key)):
+            if source.max_examples is not None and source.max_examples < 1:
+                raise errors.ConfigError(
+                    f"data.{key}[{i}].max_examples={source.max_examples} must be at"
+                    " least 1, or None for all"
+                )
     for name in ("max_length", "max_line_bytes"):
         if getattr(config, name) < 2:
             raise errors.ConfigError(f"data.{name} must be at least 2")

@@ -30,12 +30,14 @@ class Source(abc.ABC):
       name: its name in ids and reports.
       problems: (file, cause) of files without a row, known once `read` has ended.
       num_blank_lines: blank lines met by `read`; they are no rows.
+      has_more: whether rows beyond `config.max_examples` were left unread.
     """
 
     def __init__(self, config: config_lib.SourceConfig, name: str):
         self.config, self.name = config, name
         self.problems: list[tuple[str, str]] = []
         self.num_blank_lines = 0
+        self.has_more = False
 
     @abc.abstractmethod
     def read(self) -> Iterator[rows.Row]:

@@ -28,13 +28,13 @@ class TfdsSource(sources.Source):
         super().__init__(config, name)
         self._builder, self._key = builder, key
         self._label = f"{os.fspath(builder.data_path)} split {config.split!r}"
-        known = list(builder.info.splits)
-        base = config.split.partition("[")[0]
-        if base not in known and base != "all":
+        try:
+            builder.info.splits[config.split]
+        except Exception as error:  # TFDS raises many kinds
             raise errors.ConfigError(
                 f"{key}.split={config.split!r} is not in {name} (splits: "
-                f"{', '.join(known) or 'none'})"
-            )
+                f"{', '.join(builder.info.splits) or 'none'})"
+            ) from error
 
     def read(self) -> Iterator[rows.Row]:
         self.problems.clear()
