@@ -213,9 +213,15 @@ def optimizer(recipe: Recipe, num_steps: int) -> optax.GradientTransformation:
             weight_decay=recipe.weight_decay,
             adam_b2=0.98,
             adam_learning_rate=schedule(recipe.adam_learning_rate),
-            muon_weight_dimension_numbers=matrix_axes,
+            muon_weight_dimension_numbers=matrix_axes,  # pyright: ignore
         ),
     )
+
+
+def parameters_of(model: decoder.Decoder) -> Params:
+    """The parameters of a decoder, by path."""
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {tuple(map(str, path)): variable[...] for path, variable in flat}
 
 
 def token_losses(
@@ -254,9 +260,7 @@ def train(
     Returns:
       The parameters by path, and the training loss of each step in nats per token.
     """
-    model = decoder.Decoder(config, nnx.Rngs(recipe.seed))
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    params: Params = {path: variable[...] for path, variable in flat}
+    params = parameters_of(decoder.Decoder(config, nnx.Rngs(recipe.seed)))
     transform = optimizer(recipe, num_steps)
     state = (params, transform.init(params))
     losses: list[float] = []
@@ -333,6 +337,7 @@ def bits_per_byte(
         key=len,
     )
     evaluate = jax.jit(lambda params, rows: token_losses(config, params, rows))
+    begin_id = tokenizer.encode(BOS)[0]
     nats = 0.0
     batch = 32
     for i in range(0, len(encodings), batch):
@@ -342,7 +347,7 @@ def bits_per_byte(
         rows = np.full((batch, width), tokenizer.pad_id, np.int32)
         real = np.zeros((batch, width - 1), bool)
         for row, ids in enumerate(group):
-            rows[row, 0] = tokenizer.bos_id
+            rows[row, 0] = begin_id
             rows[row, 1 : len(ids) + 1] = ids
             real[row, : len(ids)] = True
         losses = np.asarray(evaluate(params, rows), np.float64)
