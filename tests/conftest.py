@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices for every test; compiled code is cached between runs."""
+"""Eight virtual CPU devices for every test; broadcasting by rank is an error."""
 
 import os
 
