@@ -9,7 +9,7 @@ import pytest
 import synthetic_run
 
 from experiments import history, report
-from experiments.report import checks, curves, feature_map, schedule, style
+from experiments.report import checks, curves, projections, schedule, style
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_principal_components_equal_the_full_svd(rng):
     values = rng.standard_normal((200, 40)) @ np.diag(np.linspace(5, 0.1, 40))
     centered = values - values.mean(0)
     left, scale, _ = np.linalg.svd(centered, full_matrices=False)
-    scores, share = feature_map.principal_components(values, 4, rng)
+    scores, share = projections.principal_components(values, 4, rng)
     assert share == pytest.approx(scale[:4] ** 2 / np.sum(scale**2), rel=1e-3)
     for i in range(4):
         cosine = abs(scores[:, i] @ left[:, i]) / np.linalg.norm(scores[:, i])
@@ -120,8 +120,8 @@ def test_between_cluster_axis_finds_what_principal_components_miss(rng):
     label = np.arange(400) % 2
     values = rng.standard_normal((400, 10)) * np.array([2.0] * 5 + [0.1] * 5)
     values[:, 9] += 2.0 * label
-    scores, share = feature_map.between_cluster_axes(values, label, 3)
-    components, _ = feature_map.principal_components(values, 2, rng)
+    scores, share = projections.between_cluster_axes(values, label, 3)
+    components, _ = projections.principal_components(values, 2, rng)
     assert scores.shape == (400, 1) and share == pytest.approx([1.0])
 
     def separation(score):

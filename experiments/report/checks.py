@@ -67,7 +67,8 @@ def _sources(record: record_lib.RunRecord) -> str:
         "labels each",
         "of all labels",
     )
-    return "<h3>Sources</h3>" + style.table(heads, rows, numeric=range(1, len(heads)))
+    numeric = range(1, len(heads))
+    return "<h3>Sources</h3>" + style.folded_table(heads, rows, 12, numeric=numeric)
 
 
 def _lengths(record: record_lib.RunRecord, bins: int = 40) -> str:

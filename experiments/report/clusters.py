@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from experiments.report import coloring, style
 from experiments.report import record as record_lib
-from experiments.report import style
 
 SHOWN_EXAMPLES = 3
 _SHADES = {
@@ -178,35 +178,25 @@ def contents(record: record_lib.RunRecord) -> str:
     """One card per cluster: sources, families, nearest and farthest examples."""
     clusters, feats = record.clusters, record.feats
     assert clusters is not None and feats is not None
-    order = np.argsort(-np.bincount(record.corpus.source_id), kind="stable")
-    names = [record.corpus.source_names[i] for i in order]
-    shades = [style.color(i) for i in range(len(names))]
-    cards = [
-        _card(record, c, order, names, shades) for c in range(clusters.num_clusters)
-    ]
+    sources = coloring.sources(record)
+    names, shades = sources.names, sources.shades
+    cards = [_card(record, c, sources) for c in range(clusters.num_clusters)]
     head = f"<h3>Sources</h3>{style.swatches(names, shades)}" if len(names) > 1 else ""
     return head + f'<div class="cards">{"".join(cards)}</div>'
 
 
-def _card(
-    record: record_lib.RunRecord,
-    c: int,
-    order: np.ndarray,
-    names: Sequence[str],
-    shades: Sequence[str],
-) -> str:
-    clusters, feats, corpus = record.clusters, record.feats, record.corpus
+def _card(record: record_lib.RunRecord, c: int, sources: coloring.Categories) -> str:
+    clusters, feats = record.clusters, record.feats
     assert clusters is not None and feats is not None
     inside_n = np.flatnonzero(clusters.cluster_id == c)
     id_n = feats.example_id[inside_n]
     kept_n = record.kept_N[id_n]
-    count_S = np.bincount(corpus.source_id[id_n], minlength=len(names))[order]
-    kept_S = np.bincount(corpus.source_id[id_n[kept_n]], minlength=len(names))[order]
-    bars = (
-        "<p class='note'>All of its examples, by source</p>"
-        + style.stacked_bar(list(zip(names, count_S, shades)))
-        + "<p class='note'>The kept ones</p>"
-        + style.stacked_bar(list(zip(names, kept_S, shades)))
+    bars = "".join(
+        f"<p class='note'>{title}</p>" + _source_bar(sources, rows)
+        for title, rows in (
+            ("All of its examples, by source", id_n),
+            ("The kept ones", id_n[kept_n]),
+        )
     )
     # Equal distances are broken by id, as selection does.
     ranked_n = inside_n[np.lexsort((id_n, clusters.distance[inside_n]))]
@@ -227,6 +217,11 @@ def _card(
         f" {clusters.distance[inside_n].mean():.3f}</small></summary>"
         f'{bars}{_families(record, id_n)}<div class="pair">{pair}</div></details>'
     )
+
+
+def _source_bar(sources: coloring.Categories, rows: np.ndarray) -> str:
+    count = np.bincount(sources.place_N[rows], minlength=len(sources.names))
+    return style.stacked_bar(list(zip(sources.names, count, sources.shades)))
 
 
 def _families(record: record_lib.RunRecord, id_n: np.ndarray) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from bokeh import layouts, models, plotting
 
 from experiments import history
-from experiments.report import feature_map, ledger, style
+from experiments.report import ledger, plots, style
 from experiments.report import record as record_lib
 
 _TRAIN, _SMOOTH, _EVAL = "#A9C6DA", "#0072B2", "#D55E00"
@@ -32,7 +32,7 @@ def figure(record: record_lib.RunRecord) -> models.LayoutDOM:
         y_axis_label="Loss (nats per label token)",
         x_range=models.DataRange1d(start=0, range_padding=0.02),
     )
-    feature_map.dress(plot)
+    plots.dress(plot)
     spans = _stage_spans(record, plot)
     sources = _draw(record, plot)
     choice = models.RadioButtonGroup(labels=["time", "steps", "label tokens"], active=0)
@@ -128,11 +128,7 @@ def _draw(record: record_lib.RunRecord, plot: plotting.figure) -> list[Any]:
         )
         _hover(plot, dots, "held-out")
         sources.append(source)
-    if plot.legend:
-        plot.legend.location = "top_right"
-        plot.legend.label_text_font_size = "12px"
-        plot.legend.border_line_color = None
-        plot.legend.background_fill_alpha = 0.8
+    plots.dress_legend(plot)
     return sources
 
 
@@ -203,7 +199,7 @@ def per_source(record: record_lib.RunRecord) -> str:
     return (
         "<h3>Held-out loss by source</h3>"
         + legend
-        + style.table(heads, rows, numeric=(1, 2, 3), raw=(4,))
+        + style.folded_table(heads, rows, 14, numeric=(1, 2, 3), raw=(4,))
     )
 
 

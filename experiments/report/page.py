@@ -22,7 +22,7 @@ from experiments.report import record as record_lib
 
 
 @dataclasses.dataclass
-class _Page:
+class Page:
     """Sections with their titles, and the figures that stand in them."""
 
     sections: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
@@ -37,6 +37,27 @@ class _Page:
         self.figures[name] = figure
         return f"<!--figure:{name}-->"
 
+    def render(self, header: str, title: str, footer: str) -> str:
+        """The whole document, with styles, scripts and figures inline."""
+        body = "".join(text for _, _, text in self.sections)
+        code, script = "", ""
+        if self.figures:
+            inline = resources.Resources(
+                mode="inline", minified=True, components=["bokeh", "bokeh-widgets"]
+            )
+            code = inline.render()
+            script, parts = embed.components(self.figures)  # pyright: ignore
+            for name, part in parts.items():
+                body = body.replace(f"<!--figure:{name}-->", part)
+        time = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+        return (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<title>{style.escape(title)}</title><style>{style.CSS}</style>{code}"
+            f"</head><body>{header}<main>{body}<footer>clusterjax · written {time}"
+            f"{style.escape(footer)}</footer></main>{script}</body></html>\n"
+        )
+
 
 def write(record: record_lib.RunRecord, path: epath.PathLike) -> None:
     """Writes the report of a run as one HTML file that needs no network.
@@ -45,7 +66,7 @@ def write(record: record_lib.RunRecord, path: epath.PathLike) -> None:
       record: the run; panels whose values are missing are left out.
       path: the file, written atomically.
     """
-    page = _Page()
+    page = Page()
     _add_result(page, record)
     if record.feats is not None:
         _add_map(page, record)
@@ -62,10 +83,17 @@ def write(record: record_lib.RunRecord, path: epath.PathLike) -> None:
         "Keys that differ from their defaults; everything else is folded below.",
         checks.settings(record),
     )
-    files.write_text(path, _render(page, record))
+    kept = f"{record.num_kept:,} of {record.corpus.num_examples:,} examples"
+    version = record.environment.get("versions", {}).get("clusterjax") or ""
+    text = page.render(
+        _header(page, record),
+        f"clusterjax: {record.config.selection.method}, {kept}",
+        f" · version {version} · corpus {record.corpus.fingerprint}",
+    )
+    files.write_text(path, text)
 
 
-def _add_result(page: _Page, record: record_lib.RunRecord) -> None:
+def _add_result(page: Page, record: record_lib.RunRecord) -> None:
     if not record.metrics:
         return
     legend = curves.stage_legend(record)
@@ -80,7 +108,7 @@ def _add_result(page: _Page, record: record_lib.RunRecord) -> None:
     )
 
 
-def _add_map(page: _Page, record: record_lib.RunRecord) -> None:
+def _add_map(page: Page, record: record_lib.RunRecord) -> None:
     feats = record.feats
     assert feats is not None
     figure, legend = feature_map.figure(record)
@@ -106,7 +134,7 @@ def _add_map(page: _Page, record: record_lib.RunRecord) -> None:
     )
 
 
-def _add_clusters(page: _Page, record: record_lib.RunRecord) -> None:
+def _add_clusters(page: Page, record: record_lib.RunRecord) -> None:
     page.add(
         "clusters",
         "Clusters, quotas, weights",
@@ -123,7 +151,7 @@ def _add_clusters(page: _Page, record: record_lib.RunRecord) -> None:
     )
 
 
-def _add_schedule(page: _Page, record: record_lib.RunRecord) -> None:
+def _add_schedule(page: Page, record: record_lib.RunRecord) -> None:
     balance = schedule.measure(record)
     page.add(
         "schedule",
@@ -135,7 +163,7 @@ def _add_schedule(page: _Page, record: record_lib.RunRecord) -> None:
     )
 
 
-def _add_ledger(page: _Page, record: record_lib.RunRecord) -> None:
+def _add_ledger(page: Page, record: record_lib.RunRecord) -> None:
     page.add(
         "time",
         "Time",
@@ -144,7 +172,7 @@ def _add_ledger(page: _Page, record: record_lib.RunRecord) -> None:
     )
 
 
-def _add_data(page: _Page, record: record_lib.RunRecord) -> None:
+def _add_data(page: Page, record: record_lib.RunRecord) -> None:
     page.add(
         "data",
         "Data",
@@ -191,7 +219,7 @@ def _facts(record: record_lib.RunRecord) -> list[tuple[str, str]]:
     return facts
 
 
-def _header(page: _Page, record: record_lib.RunRecord) -> str:
+def _header(page: Page, record: record_lib.RunRecord) -> str:
     settings = record.config.selection
     kind = settings.method
     if kind == "cluster":
@@ -213,34 +241,6 @@ def _header(page: _Page, record: record_lib.RunRecord) -> str:
     )
 
 
-def _short_titles(page: _Page) -> list[tuple[str, str]]:
+def _short_titles(page: Page) -> list[tuple[str, str]]:
     short = {"contents": "Contents", "schedule": "Schedule", "map": "Map"}
     return [(name, short.get(name, title)) for name, title, _ in page.sections]
-
-
-def _render(page: _Page, record: record_lib.RunRecord) -> str:
-    body = "".join(text for _, _, text in page.sections)
-    bokeh_code, script = "", ""
-    if page.figures:
-        # MathJax would be fetched from the network: no text here is mathematics.
-        inline = resources.Resources(
-            mode="inline", minified=True, components=["bokeh", "bokeh-widgets"]
-        )
-        bokeh_code = inline.render()
-        script, parts = embed.components(page.figures)
-        for name, part in parts.items():
-            body = body.replace(f"<!--figure:{name}-->", part)
-    time = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    versions = record.environment.get("versions", {})
-    version = versions.get("clusterjax") or ""
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>clusterjax: {style.escape(record.config.selection.method)},"
-        f" {record.num_kept:,} of {record.corpus.num_examples:,} examples</title>"
-        f"<style>{style.CSS}</style>{bokeh_code}</head><body>"
-        f"{_header(page, record)}<main>{body}"
-        f"<footer>clusterjax {style.escape(version)} · written {time} · corpus"
-        f" {style.escape(record.corpus.fingerprint)}</footer></main>{script}"
-        "</body></html>\n"
-    )

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 from bokeh import models, plotting
 
-from experiments.report import feature_map, style
+from experiments.report import plots, style
 from experiments.report import record as record_lib
 
 MAX_STEPS = 400
@@ -174,7 +174,7 @@ def figure(balance: Balance) -> models.LayoutDOM:
         ),
         "right",
     )
-    feature_map.dress(plot)
+    plots.dress(plot)
     plot.grid.grid_line_color = None
     plot.yaxis.ticker = models.FixedTicker(ticks=list(range(workers)))
     return plot

@@ -109,6 +109,22 @@ def table(
     )
 
 
+def folded_table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    most: int,
+    *,
+    numeric: Sequence[int] = (),
+    raw: Sequence[int] = (),
+) -> str:
+    """The first `most` rows as a table, the others folded below."""
+    text = table(heads, rows[:most], numeric=numeric, raw=raw)
+    if len(rows) > most:
+        rest = table(heads, rows[most:], numeric=numeric, raw=raw)
+        text += f"<details><summary>{len(rows) - most} more</summary>{rest}</details>"
+    return text
+
+
 def stacked_bar(parts: Sequence[tuple[str, float, str]], height: int = 14) -> str:
     """A bar of coloured parts `(name, amount, colour)`, with the amounts as titles."""
     total = sum(amount for _, amount, _ in parts) or 1.0

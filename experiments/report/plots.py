@@ -1,0 +1,34 @@
+"""The look that all plots share."""
+
+from __future__ import annotations
+
+from bokeh import plotting
+
+from experiments.report import style
+
+
+def dress(plot: plotting.figure) -> None:
+    """Axes, grid and toolbar."""
+    plot.toolbar.logo = None
+    plot.outline_line_color = None
+    for axis in plot.axis:
+        axis.axis_label_text_font_style = "normal"
+        axis.axis_label_text_font_size = "13px"
+        axis.axis_label_text_color = style.INK
+        axis.major_label_text_font_size = "12px"
+        axis.major_label_text_color = style.MUTED
+        axis.axis_line_color = "#b9c1c8"
+        axis.major_tick_line_color = "#b9c1c8"
+        axis.minor_tick_line_color = None
+    plot.grid.grid_line_color = "#eceff1"
+
+
+def dress_legend(plot: plotting.figure, location: str = "top_right") -> None:
+    """A legend whose entries hide their lines when clicked."""
+    if not plot.legend:
+        return
+    plot.legend.location = location  # pyright: ignore[reportAttributeAccessIssue]
+    plot.legend.label_text_font_size = "12px"
+    plot.legend.border_line_color = None
+    plot.legend.background_fill_alpha = 0.8
+    plot.legend.click_policy = "hide"
