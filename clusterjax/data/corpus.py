@@ -252,11 +252,11 @@ class _Job:
         )
         if self._other:
             builder.exclude(self._other)
-        writer = store.Writer(folder)
-        for origin, source in enumerate(self._sources):
-            builder.read(origin, source, f"{self._key}[{origin}]", writer)
-        builder.check_not_empty()
-        writer.close([source.name for source in self._sources])
+        with store.Writer(folder) as writer:
+            for origin, source in enumerate(self._sources):
+                builder.read(origin, source, f"{self._key}[{origin}]", writer)
+            builder.check_not_empty()
+            writer.finish([source.name for source in self._sources])
         report = builder.report() | {"ingredients": ingredients}
         meta = {
             "report": report,

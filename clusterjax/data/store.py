@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import shutil
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,7 +35,7 @@ _STREAMS = {
 
 
 class NpyStream:
-    """A one-dimensional .npy file that grows; its header is completed by `close`."""
+    """A .npy file that grows; its header is completed by `finish`."""
 
     def __init__(self, path: pathlib.Path, dtype: Any, columns: int | None = None):
         """`columns`: width of a two-dimensional array, None for one dimension."""
@@ -48,11 +49,12 @@ class NpyStream:
         self._file.write(np.ascontiguousarray(values, self._dtype).data)
         self._count += len(values)
 
-    def close(self) -> None:
+    def finish(self) -> None:
         self._file.seek(0)
         self._header()
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self.close()
+
+    def close(self) -> None:
         self._file.close()
 
     def _header(self) -> None:
@@ -87,7 +89,10 @@ class Block:
 
 
 class Writer:
-    """Writes the arrays of a corpus into a folder, block by block."""
+    """Writes the arrays of a corpus into a folder, block by block.
+
+    A context manager: files that `finish` did not complete are closed at its end.
+    """
 
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
@@ -97,9 +102,17 @@ class Writer:
         }
         self._streams["offsets"] = NpyStream(folder / "offsets.npy", np.int64)
         self._streams["offsets"].append(np.zeros(1, np.int64))
-        self._hashes = NpyStream(folder / "content_hash.npy", np.uint64, columns=2)
+        hashes = NpyStream(folder / "content_hash.npy", np.uint64, columns=2)
+        self._streams["content_hash"] = hashes
         self._end = 0
         self._uid_parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for stream in self._streams.values():
+            stream.close()
 
     def append(self, block: Block) -> None:
         for name, values in block.arrays.items():
@@ -107,17 +120,17 @@ class Writer:
         ends = self._end + np.cumsum(block.lengths)
         self._streams["offsets"].append(ends)
         self._end = int(ends[-1])
-        self._hashes.append(block.content_hash)
+        self._streams["content_hash"].append(block.content_hash)
         self._uid_parts.append((block.origin, block.arrays["row"], block.text_hash))
 
-    def close(self, origins: list[str]) -> None:
+    def finish(self, origins: list[str]) -> None:
         """Completes all files.
 
         Args:
           origins: names of the configured sources, with which uids begin.
         """
-        for stream in (*self._streams.values(), self._hashes):
-            stream.close()
+        for stream in self._streams.values():
+            stream.finish()
         parts = [np.concatenate(part) for part in zip(*self._uid_parts)]
         _write_uids(self._folder / "uid.npy", origins, *parts)
 
@@ -142,7 +155,7 @@ def _write_uids(
             )
         ]
         stream.append(np.array(texts, f"U{width}"))
-    stream.close()
+    stream.finish()
 
 
 def finish(
@@ -152,7 +165,8 @@ def finish(
     lines = (json.dumps(dataclasses.asdict(reject)) + "\n" for reject in rejects)
     with open(folder / REJECTS, "w", encoding="utf8") as file:
         file.writelines(lines)
-    files.write_json(folder / META, meta)
+    text = json.dumps(meta)
+    (folder / META).write_text(text, encoding="utf8")
 
 
 def is_whole(folder: pathlib.Path) -> bool:
@@ -217,10 +231,20 @@ def make_once(
         unfinished.mkdir()
         try:
             make(unfinished)
+            _flush(unfinished)
             os.replace(unfinished, final)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return final
+
+
+def _flush(folder: pathlib.Path) -> None:
+    """Forces the files to disk: a rename may get there before what it renames."""
+    if folder.is_relative_to(tempfile.gettempdir()):
+        return  # does not outlive the machine
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
