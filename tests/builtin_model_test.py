@@ -11,7 +11,9 @@ from clusterjax import models
 from clusterjax.data import chat
 from clusterjax.data.builtin import stdlib_functions
 from clusterjax.models import checkpoints
-from experiments import kneser_ney, pretrain, pretraining_text
+from experiments import kneser_ney
+from experiments.pretraining import text as text_lib
+from experiments.pretraining import tokens, training
 
 ASSETS = pathlib.Path(checkpoints.__file__).parent / "assets" / "builtin"
 
@@ -23,7 +25,7 @@ def loaded():
 
 @pytest.fixture(scope="module")
 def text():
-    return pretraining_text.collect(stdlib_functions.library_root(), 3000)
+    return text_lib.collect(stdlib_functions.library_root(), 3000)
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +67,10 @@ def test_heldout_bits_per_byte_against_kneser_ney(loaded, text, card):
     sample = [
         piece
         for document in text.heldout_stdlib[::10]
-        for piece in pretrain.pieces(document, tokenizer)
+        for piece in tokens.pieces(document, tokenizer)
     ]
-    params = pretrain.parameters_of(model)
-    found = pretrain.bits_per_byte(model.config, params, tokenizer, sample)
+    params = training.parameters_of(model)
+    found = training.bits_per_byte(model.config, params, tokenizer, sample)
     baseline = kneser_ney.KneserNey([d.encode() for d in text.train], order=5)
     reference = baseline.bits_per_byte([d.encode() for d in sample])
     assert found <= 0.9 * reference

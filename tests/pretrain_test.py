@@ -1,6 +1,5 @@
 """Pre-training from end to end, in small: text, tokenizer, training, files, figures."""
 
-import dataclasses
 import textwrap
 
 import numpy as np
@@ -8,9 +7,11 @@ import pytest
 
 from clusterjax import data, models
 from clusterjax.data.builtin import splits, stdlib_functions
-from experiments import model_card, pretrain, pretraining_text
+from experiments import pretrain
+from experiments.pretraining import card, tokens, training
+from experiments.pretraining import text as text_lib
 
-RECIPE = pretrain.Recipe(
+RECIPE = training.Recipe(
     vocab_size=320,
     hidden_size=32,
     intermediate_size=64,
@@ -31,15 +32,15 @@ def text():
     for name in ("textwrap", "heapq", "fnmatch"):
         source = (root / f"{name}.py").read_text()
         tree = stdlib_functions.parse(source)
-        kept, cut = pretraining_text._documents(name, source, tree, set())
+        kept, cut = text_lib._documents(name, source, tree, set())
         train += kept
         heldout += cut
-    return pretraining_text.PretrainingText(train, heldout, ["What is 1 + 1?\n2\n"])
+    return text_lib.PretrainingText(train, heldout, ["What is 1 + 1?\n2\n"])
 
 
 @pytest.fixture(scope="module")
 def tokenizer(text):
-    return pretrain.train_tokenizer(text.train, RECIPE.vocab_size)
+    return tokens.train_tokenizer(text.train, RECIPE.vocab_size)
 
 
 def test_twenty_steps_lower_the_loss_and_leave_a_model(text, tmp_path):
@@ -49,23 +50,23 @@ def test_twenty_steps_lower_the_loss_and_leave_a_model(text, tmp_path):
     assert facts["final_loss"] < np.log(RECIPE.vocab_size) - 0.1
     tokenizer, model = models.load(tmp_path)
     assert model.config.vocab_size == RECIPE.vocab_size
-    assert tokenizer.bos_token == pretrain.BOS
+    assert tokenizer.bos_token == tokens.BOS
     score = facts["heldout"]["standard library"]
     assert 1 < score["kneser_ney"] < score["model"] < 8
-    card = model_card.render(facts)
-    assert f"| {score['model']:.3f} | {score['kneser_ney']:.3f} |" in card
-    assert "{" not in card
+    page = card.render(facts)
+    assert f"| {score['model']:.3f} | {score['kneser_ney']:.3f} |" in page
+    assert "{" not in page
 
 
 def test_a_stopped_run_goes_on_with_the_same_parameters(text, tokenizer, tmp_path):
-    config = pretrain.decoder_config(RECIPE, tokenizer)
-    rows = pretrain.pack(text.train, tokenizer)
-    whole, losses = pretrain.train(config, rows, RECIPE, 10)
+    config = training.decoder_config(RECIPE, tokenizer)
+    rows = tokens.pack(text.train, tokenizer)
+    whole, losses = training.train(config, rows, RECIPE, 10)
     state = tmp_path / "state.npz"
     # Stopped before the rates fall, with another number of steps in view.
     with pytest.raises(KeyboardInterrupt):
-        pretrain.train(config, rows, RECIPE, 20, state, 4, _interrupt)
-    resumed, resumed_losses = pretrain.train(config, rows, RECIPE, 10, state, 4)
+        training.train(config, rows, RECIPE, 20, state, 4, _interrupt)
+    resumed, resumed_losses = training.train(config, rows, RECIPE, 10, state, 4)
     assert resumed_losses == losses
     for path, value in whole.items():
         np.testing.assert_array_equal(value, resumed[path])
@@ -76,22 +77,21 @@ def _interrupt(step, params, loss):
 
 
 def test_rows_hold_every_token_once(text, tokenizer):
-    rows = pretrain.pack(text.train, tokenizer)
+    rows = tokens.pack(text.train, tokenizer)
     stream = np.concatenate([rows[0], *(row[1:] for row in rows[1:])])
     ids = []
     for document in text.train:
         ids += [tokenizer.bos_id, *tokenizer.encode(document), tokenizer.eos_id]
     np.testing.assert_array_equal(stream, ids[: len(stream)])
-    assert len(ids) - len(stream) < pretrain.ROW_TOKENS
-    cut = pretrain.halves(rows)
-    assert cut.shape == (2 * len(rows), pretrain.ROW_TOKENS // 2 + 1)
+    assert len(ids) - len(stream) < tokens.ROW_TOKENS
+    cut = tokens.halves(rows)
+    assert cut.shape == (2 * len(rows), tokens.ROW_TOKENS // 2 + 1)
     targets = np.concatenate([cut[: len(rows), 1:], cut[len(rows) :, 1:]], axis=1)
     np.testing.assert_array_equal(targets, rows[:, 1:])
 
 
-def test_each_pass_sees_every_row(text):
-    recipe = dataclasses.replace(RECIPE, rows=3)
-    order = pretrain.row_order(10, recipe)
+def test_each_pass_sees_every_row():
+    order = tokens.row_order(10, count=3, seed=0)
     seen = np.concatenate([next(order) for _ in range(20)])
     for i in range(6):
         assert sorted(seen[10 * i : 10 * i + 10]) == list(range(10))
@@ -99,24 +99,24 @@ def test_each_pass_sees_every_row(text):
 
 def test_bits_per_byte_do_not_depend_on_padding(text, tokenizer):
     """Scored one by one, without padding, in float64 sums."""
-    config = pretrain.decoder_config(RECIPE, tokenizer)
-    params, _ = pretrain.train(config, pretrain.pack(text.train, tokenizer), RECIPE, 4)
+    config = training.decoder_config(RECIPE, tokenizer)
+    params, _ = training.train(config, tokens.pack(text.train, tokenizer), RECIPE, 4)
     documents = text.heldout_stdlib[:3] + text.heldout_skills
     nats = 0.0
     for document in documents:
         row = np.asarray([[tokenizer.bos_id, *tokenizer.encode(document)]], np.int32)
-        nats += float(np.sum(pretrain.token_losses(config, params, row), dtype=float))
+        nats += float(np.sum(training.token_losses(config, params, row), dtype=float))
     expected = nats / np.log(2) / sum(len(d.encode()) for d in documents)
-    found = pretrain.bits_per_byte(config, params, tokenizer, documents)
+    found = training.bits_per_byte(config, params, tokenizer, documents)
     assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_long_documents_are_cut_without_loss(tokenizer):
     document = "def f():\n" + "    x = 'é' + str(12)\n" * 200
-    pieces = pretrain.pieces(document, tokenizer)
+    pieces = tokens.pieces(document, tokenizer)
     assert len(pieces) > 1
     assert "".join(pieces) == document
-    assert all(len(tokenizer.encode(p)) <= pretrain.ROW_TOKENS - 1 for p in pieces)
+    assert all(len(tokenizer.encode(p)) <= tokens.ROW_TOKENS - 1 for p in pieces)
 
 
 def test_tokenizer_splits_digits_and_keeps_every_byte(tokenizer):
@@ -156,7 +156,7 @@ def test_heldout_functions_are_cut_from_the_text(tmp_path):
     (other / "module.py").write_text(
         f"def {heldout[0]}():\n{textwrap.indent(moved, '    ')}\n"
     )
-    found = pretraining_text.collect(root, 100, [other])
+    found = text_lib.collect(root, 100, [other])
     joined = "\n".join(found.train)
     assert '"""A module with many functions."""' in joined
     assert {n for n in names if f"def {n}()" in joined} == set(kept) - {kept[1]}
@@ -167,6 +167,6 @@ def test_heldout_functions_are_cut_from_the_text(tmp_path):
 
 
 def test_template_renders_one_begin_token(tokenizer):
-    assert tokenizer.chat_template == pretrain.CHAT_TEMPLATE
+    assert tokenizer.chat_template == tokens.CHAT_TEMPLATE
     assert not tokenizer.adds_bos
     assert data.tokenizer.Tokenizer is type(tokenizer)

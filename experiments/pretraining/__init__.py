@@ -1,0 +1,1 @@
+"""How the embedded model is made: text, tokens, training, card."""
