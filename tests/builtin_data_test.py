@@ -22,7 +22,7 @@ import pytest
 
 from clusterjax import errors
 from clusterjax.data import builtin
-from clusterjax.data.builtin import skills, splits, stdlib_functions, tasks
+from clusterjax.data.builtin import families, skills, splits, stdlib_functions, tasks
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -361,7 +361,7 @@ CHECKS = {
 
 
 def test_every_family_has_an_independent_check():
-    assert set(CHECKS) == {family.name for family in tasks.FAMILIES}
+    assert set(CHECKS) == {family.name for family in families.FAMILIES}
     assert len(CHECKS) >= 12
 
 
@@ -382,7 +382,7 @@ def test_family_sizes_follow_zipf():
     assert -1.05 < slope < -0.9
     assert np.ptp(skills.family_sizes(1000, 0.0)) <= 1
     counts = collections.Counter(e.family for e in skills.generate(2000))
-    assert [counts[f.name] for f in tasks.FAMILIES] == sizes.tolist()
+    assert [counts[f.name] for f in families.FAMILIES] == sizes.tolist()
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.25, 0.6])

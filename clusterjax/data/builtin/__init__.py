@@ -8,6 +8,7 @@ and `heldout`.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import pathlib
 import sys
 from typing import Any
@@ -43,17 +44,17 @@ def prepare(
             stdlib_functions.StdlibFunctions,
             stdlib_functions.StdlibFunctionsConfig,
         )
-        # Another Python has another library, so it must not meet this one's data.
-        prefix = "python{}.{}.{}-".format(*sys.version_info[:3])
+        library = f"{sys.version} {stdlib_functions.library_root()}"
     elif name == "skills":
         builder_class, config_class = skills.Skills, skills.SkillsConfig
-        prefix = ""
+        library = ""
     else:
         raise errors.ConfigError(
             f"there is no embedded set {name!r}; the sets are {' and '.join(NAMES)}"
         )
     values = _checked(name, config_class, settings)
-    label = prefix + "-".join(f"{key}_{value}" for key, value in values.items())
+    label = "-".join(f"{key}_{value}" for key, value in values.items())
+    label += f"-{_origin(library)}"
     config = config_class(name=label, **values)
     return storage.make_once(
         lambda folder: builder_class(
@@ -61,6 +62,18 @@ def prepare(
         ),
         pathlib.Path(data_dir),
     )
+
+
+def _origin(library: str) -> str:
+    """Eight hex digits for the code and the library that the data come from.
+
+    Data made by other code, or mined from another Python, must not be mistaken for
+    these.
+    """
+    digest = hashlib.sha256(library.encode())
+    for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def _checked(name: str, config_class: type, settings: dict[str, Any]) -> dict[str, Any]:

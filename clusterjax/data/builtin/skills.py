@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 from clusterjax import errors
-from clusterjax.data.builtin import splits, storage, tasks
+from clusterjax.data.builtin import families, splits, storage, tasks
 
 SOURCE = "skills"
 MAX_MISSES = 1000  # draws in a row that give nothing new: the family is exhausted
@@ -29,7 +29,7 @@ def family_sizes(num_examples: int, zipf_exponent: float) -> np.ndarray:
     Returns:
       int64 [families], each at least 1, with the given sum (largest remainders).
     """
-    count = len(tasks.FAMILIES)
+    count = len(families.FAMILIES)
     if num_examples < count:
         raise errors.ConfigError(
             f"skills.num_examples={num_examples} is fewer than the {count} task "
@@ -72,7 +72,7 @@ def generate(
         )
     sizes = family_sizes(num_examples, zipf_exponent)
     examples: list[splits.Example] = []
-    for rank, (family, size) in enumerate(zip(tasks.FAMILIES, sizes, strict=True)):
+    for rank, (family, size) in enumerate(zip(families.FAMILIES, sizes, strict=True)):
         bits = np.random.PCG64(np.random.SeedSequence([seed, rank]))
         draw = tasks.Draw(np.random.Generator(bits))
         examples += _family(family, int(size), near_duplicate_rate, draw)
@@ -80,7 +80,7 @@ def generate(
 
 
 def _family(
-    family: tasks.Family, size: int, near_duplicate_rate: float, draw: tasks.Draw
+    family: families.Family, size: int, near_duplicate_rate: float, draw: tasks.Draw
 ) -> list[splits.Example]:
     num_rewordings = min(round(near_duplicate_rate * size), size - 1)
     drawn: dict[str, tasks.Task] = {}
