@@ -461,6 +461,12 @@ def test_wrong_names_and_settings_are_named(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(errors.DataError, match=r"file.*set data\.builtin_dir"):
+        builtin.prepare("skills", tmp_path / "file", num_examples=60)
+
+
 def _prepare(folder, num_examples):
     builder = builtin.prepare("skills", folder, num_examples=num_examples)
     return len(builder.as_data_source("train")), builder.data_dir

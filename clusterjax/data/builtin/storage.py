@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import tensorflow_datasets as tfds
 from absl import logging
 
+from clusterjax import errors
 from clusterjax.data.builtin import splits
 
 FILE_FORMAT = "array_record"
@@ -59,9 +60,18 @@ def make_once(
         it may be.
       - Of several processes one writes while the others wait; what a killed writer
         left is removed by the next.
+
+    Raises:
+      errors.DataError: the folder can't be written.
     """
-    with _quiet():
-        return _make_once(make, data_dir)
+    try:
+        with _quiet():
+            return _make_once(make, data_dir)
+    except OSError as error:
+        raise errors.DataError(
+            f"the embedded data can't be kept in {data_dir}: {error}; set "
+            "data.builtin_dir to a folder that can be written"
+        ) from error
 
 
 def _make_once(
