@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing
 
 from clusterjax import datatypes, steps
 
@@ -13,6 +14,7 @@ def fill(
     corpus: datatypes.Corpus,
     placed: steps.Placement,
     shards: Sequence[int] | None = None,
+    weight_dtype: np.typing.DTypeLike = np.float32,
 ) -> datatypes.Batch:
     """The NumPy arrays of one optimiser step.
 
@@ -24,6 +26,7 @@ def fill(
       placed: where each example lies (`Schedule.place`).
       shards: data shards to fill, in the order of the result; all by default. A
         process of several fills only those of its own devices.
+      weight_dtype: float64 for checks under x64.
 
     Returns:
       `datatypes.Batch` of [A, len(shards)·L, T] arrays.
@@ -34,7 +37,7 @@ def fill(
     mine = np.flatnonzero(local_R[placed.shard] >= 0)
     num_rows = len(shards) * placed.num_rows
     shape = (placed.num_micro_steps, num_rows, placed.row_length)
-    batch = _empty(shape)
+    batch = _empty(shape, weight_dtype)
     if not len(mine):
         return batch
 
@@ -62,13 +65,15 @@ def fill(
     return batch
 
 
-def _empty(shape: tuple[int, int, int]) -> datatypes.Batch:
+def _empty(
+    shape: tuple[int, int, int], weight_dtype: np.typing.DTypeLike
+) -> datatypes.Batch:
     return datatypes.Batch(
         inputs=np.zeros(shape, np.int32),
         targets=np.zeros(shape, np.int32),
         segment_ids=np.zeros(shape, np.int32),
         positions=np.zeros(shape, np.int32),
-        loss_weights=np.zeros(shape, np.float32),
+        loss_weights=np.zeros(shape, weight_dtype),
         example_id=np.full(shape, -1, np.int32),
     )
 

@@ -176,6 +176,12 @@ class Schedule:
             self._sizes[key] = sizes[0][: self.num_steps], sizes[1][: self.num_steps]
         return self._sizes[key]
 
+    def placed(
+        self, epoch: int, num_shards: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(shard, row inside the shard, start) of `members(epoch)`, int32 [S, B]."""
+        return self._place(self.members(epoch), num_shards)
+
     def where(self, example_id: int) -> list[tuple[int, int]]:
         """(epoch, step) pairs in which an example of the corpus takes part."""
         entries = np.flatnonzero(self.plan.example_id == example_id)
@@ -255,7 +261,7 @@ class Schedule:
         self, epoch: int, num_shards: int, num_micro_steps: int
     ) -> tuple[np.ndarray, np.ndarray]:
         members_SB = self.members(epoch)
-        shard_SB, row_SB, _ = self._place(members_SB, num_shards)
+        shard_SB, row_SB, _ = self.placed(epoch, num_shards)
         step, slot = np.nonzero(members_SB >= 0)
         micro_step = row_SB[step, slot] % num_micro_steps
         cell = step * num_shards + shard_SB[step, slot]

@@ -1,0 +1,1 @@
+"""A plan in the file formats of other trainers (`experiments.plan export`)."""

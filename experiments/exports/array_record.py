@@ -1,0 +1,76 @@
+"""A TFDS data set directory in array_record files, written without TensorFlow."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+from clusterjax import errors
+
+NAME = "clusterjax_plan"
+
+
+class ClusterjaxPlan(tfds.core.GeneratorBasedBuilder):
+    """Examples kept by a clusterjax plan, with static weights."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    pkg_dir_path = pathlib.Path(__file__).parent
+
+    def __init__(self, records: Iterable[dict[str, Any]] = (), **options: Any):
+        self._records = records
+        super().__init__(file_format="array_record", **options)
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        tokens = tfds.features.Tensor(shape=(None,), dtype=np.int32)
+        return tfds.core.DatasetInfo(
+            builder=self,
+            disable_shuffling=True,  # rows keep the order of the plan
+            features=tfds.features.FeaturesDict(
+                {
+                    "example_id": np.int64,
+                    "uid": tfds.features.Text(),
+                    "source": tfds.features.Text(),
+                    "cluster_id": np.int32,
+                    "weight": np.float64,
+                    "input_ids": tokens,
+                    "labels": tokens,
+                }
+            ),
+        )
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
+        return {"train": self._generate_examples()}
+
+    def _generate_examples(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        names = tuple(self.info.features or ())
+        for key, record in enumerate(self._records):
+            row = {name: record[name] for name in names}
+            for name in ("input_ids", "labels"):
+                row[name] = np.asarray(row[name], np.int32)
+            yield key, row
+
+
+def write(records: Iterable[dict[str, Any]], folder: pathlib.Path) -> int:
+    """Writes the directory that `tfds.builder_from_directory(folder)` reads.
+
+    Raises:
+      errors.WorkdirError: the folder exists already.
+    """
+    if folder.exists():
+        raise errors.WorkdirError(f"{folder} exists already; give another --out")
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        builder = ClusterjaxPlan(records, data_dir=unfinished)
+        builder.download_and_prepare()
+        count = builder.info.splits["train"].num_examples
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        pathlib.Path(builder.data_dir).rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return count
