@@ -41,12 +41,17 @@ class LoopState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a run of Lloyd's iterations depends on besides the rows (hashable)."""
+    """What a run of Lloyd's iterations depends on besides the rows (hashable).
+
+    `scatter` adds rows up one by one instead of by a matrix product: faster on CPUs
+    with many clusters, but slow and without a fixed order on accelerators.
+    """
 
     max_iterations: int
     spherical: bool
     mesh: Mesh
     block: int
+    scatter: bool
 
 
 def initial(centers_GKD: jax.Array) -> LoopState:
@@ -93,7 +98,7 @@ def _run(
             return jnp.any(state.active_G) & ~jnp.any(state.empty_GK)
 
         def iterate(state: LoopState) -> LoopState:
-            sums = _sums(x_nbD, w_nb, state.centers_GKD, axes)
+            sums = _sums(x_nbD, w_nb, state.centers_GKD, axes, options)
             total = jax.lax.psum(sums, axes)
             return _advance(state, total, tolerance, options)
 
@@ -108,27 +113,72 @@ def _run(
 
 
 def _sums(
-    x_nbD: jax.Array, w_nb: jax.Array, centers_GKD: jax.Array, axes: tuple[str, ...]
+    x_nbD: jax.Array,
+    w_nb: jax.Array,
+    centers_GKD: jax.Array,
+    axes: tuple[str, ...],
+    options: Options,
 ) -> jax.Array:
     """float32 [G, K, D + 1]: weighted sums of this shard's rows, and weights, last."""
     groups, clusters, dim = centers_GKD.shape
     flat_CD = centers_GKD.reshape(-1, dim)
     half_C = 0.5 * jnp.sum(flat_CD**2, axis=1)
+    add = _scatter if options.scatter else _one_hot
 
-    def block(sums_CE: jax.Array, args: tuple[jax.Array, jax.Array]) -> tuple:
+    def block(carry: tuple, args: tuple[jax.Array, jax.Array]) -> tuple:
         x_bD, w_b = args
         score_bC = half_C[None] - jnp.matmul(x_bD, flat_CD.T, precision=HIGHEST)
-        label_bG = jnp.argmin(score_bC.reshape(-1, groups, clusters), axis=-1)
-        one_hot = label_bG[..., None] == jnp.arange(clusters)[None, None]
-        one_hot_bC = jnp.where(one_hot, w_b[:, None, None], 0).reshape(-1, len(half_C))
-        x_bE = jnp.concatenate([x_bD, jnp.ones_like(x_bD[:, :1])], axis=1)
-        return sums_CE + jnp.matmul(one_hot_bC.T, x_bE, precision=HIGHEST), None
+        label_bG = argmin(score_bC.reshape(-1, groups, clusters))
+        sums_GKD, count_GK = add(x_bD, w_b, label_bG, clusters)
+        return (carry[0] + sums_GKD, carry[1] + count_GK), None
 
-    zero = jnp.zeros((groups * clusters, dim + 1))
-    sums_CE, _ = jax.lax.scan(
-        block, jax.lax.pcast(zero, axes, to="varying"), (x_nbD, w_nb)
+    zero = (jnp.zeros((groups, clusters, dim)), jnp.zeros((groups, clusters)))
+    zero = jax.tree.map(lambda a: jax.lax.pcast(a, axes, to="varying"), zero)
+    (sums_GKD, count_GK), _ = jax.lax.scan(block, zero, (x_nbD, w_nb))
+    return jnp.concatenate([sums_GKD, count_GK[..., None]], axis=-1)
+
+
+def _one_hot(
+    x_bD: jax.Array, w_b: jax.Array, label_bG: jax.Array, clusters: int
+) -> tuple[jax.Array, jax.Array]:
+    """Sums [G, K, D] and weights [G, K] of a block, by a matrix product."""
+    groups = label_bG.shape[1]
+    one_hot = label_bG[..., None] == jnp.arange(clusters)[None, None]
+    weight_bGK = jnp.where(one_hot, w_b[:, None, None], 0)
+    weight_bC = weight_bGK.reshape(len(w_b), -1)
+    sums_CD = jnp.matmul(weight_bC.T, x_bD, precision=HIGHEST)
+    return (
+        sums_CD.reshape(groups, clusters, -1),
+        jnp.sum(weight_bC, axis=0).reshape(groups, clusters),
     )
-    return sums_CE.reshape(groups, clusters, dim + 1)
+
+
+def _scatter(
+    x_bD: jax.Array, w_b: jax.Array, label_bG: jax.Array, clusters: int
+) -> tuple[jax.Array, jax.Array]:
+    """As `_one_hot`, row by row: less work for many clusters, but a serial loop."""
+    weighted_bD = x_bD * w_b[:, None]
+    sums = [
+        jax.ops.segment_sum(weighted_bD, label_b, clusters) for label_b in label_bG.T
+    ]
+    counts = [jax.ops.segment_sum(w_b, label_b, clusters) for label_b in label_bG.T]
+    return jnp.stack(sums), jnp.stack(counts)
+
+
+def argmin(score: jax.Array) -> jax.Array:
+    """int32, position of the least value along the last axis, ties to the lower one.
+
+    By halving: on CPUs XLA's own argmin takes as long as the distances themselves.
+    """
+    index = jnp.broadcast_to(jnp.arange(score.shape[-1], dtype=jnp.int32), score.shape)
+    while score.shape[-1] > 1:
+        half = score.shape[-1] // 2
+        low, high, rest = jnp.split(score, [half, 2 * half], axis=-1)
+        low_i, high_i, rest_i = jnp.split(index, [half, 2 * half], axis=-1)
+        take = (high < low) | ((high == low) & (high_i < low_i))
+        score = jnp.concatenate([jnp.where(take, high, low), rest], axis=-1)
+        index = jnp.concatenate([jnp.where(take, high_i, low_i), rest_i], axis=-1)
+    return index[..., 0]
 
 
 def _advance(
@@ -188,7 +238,7 @@ def _assign(
 
         def body(x_bD: jax.Array) -> tuple[jax.Array, jax.Array]:
             score_bK = half_K[None] - jnp.matmul(x_bD, c_KD.T, precision=HIGHEST)
-            label_b = jnp.argmin(score_bK, axis=1).astype(jnp.int32)
+            label_b = argmin(score_bK)
             # Differences, not expanded squares: no cancellation near a centre.
             return label_b, jnp.sum((x_bD - c_KD[label_b]) ** 2, axis=1)
 

@@ -17,6 +17,8 @@ from clusterjax.clustering import rows as rows_lib
 
 # Columns of the distance product that starts running together may fill.
 GROUP_COLUMNS = 64
+# From so many clusters on, CPUs add rows up one by one rather than by products.
+SCATTER_CLUSTERS = 16
 
 
 def kmeans(
@@ -137,6 +139,7 @@ def iterate(
         spherical=rows.spherical,
         mesh=rows.mesh,
         block=rows.block,
+        scatter=_scatters(rows, state),
     )
     while True:
         state = lloyd.run(rows, state, tol * rows.variance, options)
@@ -150,6 +153,11 @@ def iterate(
             centers_GKD=jnp.asarray(centers_GKD),
             empty_GK=jnp.zeros_like(state.empty_GK),
         )
+
+
+def _scatters(rows: rows_lib.Rows, state: lloyd.LoopState) -> bool:
+    on_cpu = rows.mesh.devices.flat[0].platform == "cpu"
+    return on_cpu and state.centers_GKD.shape[1] >= SCATTER_CLUSTERS
 
 
 def _fill(
