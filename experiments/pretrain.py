@@ -111,7 +111,7 @@ def run(
     return {
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "machine": f"{os.cpu_count()} cores ({platform.machine()})",
+        "machine": f"{os.cpu_count()} {platform.machine()} cores",
         "seconds": seconds,
         "steps": num_steps,
         "recipe": dataclasses.asdict(recipe),
@@ -166,7 +166,7 @@ def main(argv: Sequence[str]) -> None:
     facts |= {
         "command": f"python -m experiments.pretrain --out DIR --steps {_STEPS.value}"
         f" --num_skills {_SKILLS.value}"
-        + "".join(f" --other_root LIBRARY_OF_{name.upper()}" for name in roots),
+        + "".join(f" \\\n    --other_root …/lib/{name}" for name in roots),
         "other_libraries": roots,
         "remark": _REMARK.value,
     }

@@ -79,8 +79,8 @@ def test_heldout_bits_per_byte_against_kneser_ney(loaded, text, card):
         stated = [float(n) for n in re.findall(r"\d\.\d{3}", row)]
         assert stated[0] <= 0.9 * stated[1], row
         if name == "standard library":
-            # Another Python has some other functions, and the sample is one.
-            np.testing.assert_allclose([found, reference], stated, rtol=0.06)
+            # Sample and library differ; what the model saves over the 5-gram hardly.
+            assert abs(found / reference - stated[0] / stated[1]) < 0.05
 
 
 def test_chat_template(loaded):
@@ -101,9 +101,9 @@ def test_chat_template(loaded):
 
 def test_the_model_continues_python(loaded):
     tokenizer, model = loaded
-    prompt = [tokenizer.bos_id, *tokenizer.encode("def __repr__(self):\n")]
+    prompt = [tokenizer.bos_id, *tokenizer.encode("def __repr__(self):")]
     (new,) = models.generate(model, [prompt], 12, end_ids=[tokenizer.eos_id])
-    assert tokenizer.backend.decode(new.tolist()).startswith("    return ")
+    assert tokenizer.backend.decode(new.tolist()).startswith("\n    return ")
 
 
 def test_saved_again_it_is_the_same(loaded, tmp_path):

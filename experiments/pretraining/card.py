@@ -24,7 +24,9 @@ tied embeddings |
 
 ## Pre-training
 
-    {command}
+```
+{command}
+```
 
 - Text: {train_documents:,} documents, {train_bytes:,} bytes, {train_tokens:,} tokens: \
 every function and method of the standard library of Python {python}, what remains of \
@@ -36,7 +38,7 @@ Muon for the matrices of the blocks (peak {learning_rate}) and Adam for the rest
 {adam_learning_rate}), {warmup_steps} warm-up steps, linear to zero in the last \
 {decay_fraction:.0%} of the steps; float32.
 - Final training loss {final_loss:.3f} nats per token (mean of the last 50 steps).
-- {minutes:.0f} minutes on {machine} (jax {jax}), tokenizer included{remark}.
+- {minutes:.0f} minutes on {machine}, jax {jax}, tokenizer included{remark}.
 
 ## What it has learnt
 
@@ -49,20 +51,18 @@ and Goodman, 1999) fitted to the same documents:
 
 *Held out* are the functions and methods whose qualified name, and the tasks whose
 family and arguments, hash below a tenth (`clusterjax/data/builtin/splits.py`): the
-rule that makes the `heldout` split of the embedded data sets. Held-out functions
-{others} were cut from the text, and with them every function of the same body
-(whitespace and case apart). Each document is scored on its own; one of more than
-{piece_tokens} tokens is cut there and scored in pieces, for both models alike. The
-model spends bits on its tokens after the begin token; the end token is not counted.
+rule that makes the `heldout` split of the embedded data sets. The held-out functions
+of the libraries of Python {libraries}
+were cut from the text, and with them every function of the same body (whitespace and
+case apart). Each document is scored on its own; one of more than {piece_tokens} tokens
+is cut there and scored in pieces, for both models alike. The model spends bits on its
+tokens after the begin token; the end token is not counted.
 """
 
 
 def render(facts: dict[str, Any]) -> str:
     """The card's text, from the facts that `experiments.pretrain.run` returns."""
-    names = facts["other_libraries"]
-    others = f"of Python {facts['python']}"
-    if names:
-        others += f" and of {', '.join(names)}"
+    others = (name.removeprefix("python") for name in facts["other_libraries"])
     rows = []
     for name, score in facts["heldout"].items():
         change = score["model"] / score["kneser_ney"] - 1
@@ -76,6 +76,6 @@ def render(facts: dict[str, Any]) -> str:
         minutes=facts["seconds"] / 60,
         bytes_per_token=facts["train_bytes"] / facts["train_tokens"],
         piece_tokens=facts["row_tokens"] - 1,
-        others=others,
+        libraries=", ".join([facts["python"], *others]),
         rows_of_table="\n".join(rows),
     )
