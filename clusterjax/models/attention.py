@@ -1,14 +1,27 @@
-"""Causal self-attention over packed rows, behind one function."""
+"""Causal self-attention over packed rows, behind one function.
+
+On CPUs the mask [B, 1, T, T] is a boolean that XLA computes where it is used. On GPUs
+and TPUs a fused kernel that JAX ships (`fused_attention`) takes the segment ids as
+they are, so that nothing of size T × T is ever in memory.
+"""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from clusterjax import mesh as mesh_lib
+from clusterjax.models import fused_attention
+
+Kernel = Literal["masked", "splash", "triton"]
 
 
 def positions_from_segments(segment_ids_BT: jax.Array) -> jax.Array:
     """Returns positions [B, T] int32 that restart at 0 where the segment changes."""
-    index_T = jnp.arange(segment_ids_BT.shape[1], dtype=jnp.int32)
+    index_1T = jnp.arange(segment_ids_BT.shape[1], dtype=jnp.int32)[None]
     changes_BT = jnp.concatenate(
         [
             jnp.ones_like(segment_ids_BT[:, :1], dtype=bool),
@@ -16,19 +29,16 @@ def positions_from_segments(segment_ids_BT: jax.Array) -> jax.Array:
         ],
         axis=1,
     )
-    start_BT = jax.lax.cummax(jnp.where(changes_BT, index_T[None], 0), axis=1)
-    return index_T[None] - start_BT
+    start_BT = jax.lax.cummax(jnp.where(changes_BT, index_1T, 0), axis=1)
+    return index_1T - start_BT
 
 
 def visible(
-    num_queries: int,
-    num_keys: int,
-    segment_ids_BT: jax.Array | None,
-    window: int | None,
+    length: int, segment_ids_BT: jax.Array | None, window: int | None
 ) -> jax.Array:
     """Returns the mask [B or 1, 1, query, key]: same segment, not later, in window."""
-    query_T = jnp.arange(num_queries)[:, None]
-    key_T = jnp.arange(num_keys)[None, :]
+    query_T = jnp.arange(length)[:, None]
+    key_T = jnp.arange(length)[None, :]
     mask = key_T <= query_T
     if window is not None:
         mask = mask & (query_T - key_T < window)
@@ -45,6 +55,9 @@ def attend(
     v: jax.Array,
     segment_ids_BT: jax.Array | None = None,
     window: int | None = None,
+    *,
+    mesh: Mesh | None = None,
+    kernel: Kernel | None = None,
 ) -> jax.Array:
     """Causal attention inside each segment of each row.
 
@@ -56,26 +69,101 @@ def attend(
         segment a row. Padding sees only padding, so it stays finite and never
         reaches an example.
       window: a query sees at most this many newest keys, itself included.
+      mesh: where the rows (`data`, `fsdp`) and heads (`tensor`) are spread: a fused
+        kernel has to be told, XLA finds out by itself.
+      kernel: how to compute it; None: what suits the devices (see `choose`).
 
     Returns:
-      [B, T, heads, head_dim] in the dtype of q. The softmax is in float32 (float64
-      for float64 inputs).
+      [B, T, heads, head_dim] in the dtype of q. The softmax is in float32, or in
+      float64 for float64 inputs.
     """
-    mask = visible(q.shape[1], k.shape[1], segment_ids_BT, window)
-    if q.dtype == jnp.float64:
-        return _attend_wide(q, k, v, mask)
-    return jax.nn.dot_product_attention(q, k, v, mask=mask)
+    kernel = kernel or choose(mesh, q.shape[1], window)
+    if kernel == "masked":
+        return _masked(q, k, v, visible(q.shape[1], segment_ids_BT, window))
+    if segment_ids_BT is None:
+        segment_ids_BT = jnp.ones(q.shape[:2], jnp.int32)
+
+    def compute(q, k, v, segment_ids_BT):
+        if kernel == "splash":
+            return fused_attention.splash(q, k, v, segment_ids_BT, window)
+        return fused_attention.triton(q, k, v, segment_ids_BT)
+
+    rows, heads = _free_axes(mesh)
+    if mesh is None or not rows + heads:
+        return compute(q, k, v, segment_ids_BT)
+    spec = PartitionSpec(rows or None, None, heads or None, None)
+    # Kernels do not say whether their results vary over the mesh (check_vma).
+    return jax.shard_map(
+        compute,
+        mesh=mesh,
+        in_specs=(spec, spec, spec, PartitionSpec(rows or None, None)),
+        out_specs=spec,
+        check_vma=False,
+    )(q, k, v, segment_ids_BT)
 
 
-def _attend_wide(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array
-) -> jax.Array:
-    """Attention in float64, where `dot_product_attention` would round to float32."""
-    groups = q.shape[2] // k.shape[2]
-    k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5
-    weights = jax.nn.softmax(jnp.where(mask, scores, -1e300), axis=-1)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+def _masked(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Attention with a mask [B or 1, 1, query, key] (Q queries, S keys).
+
+    `jax.nn.dot_product_attention` is the same, but rounds float64 to float32.
+    """
+    batch, num_queries, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    grouped = (batch, num_queries, kv_heads, heads // kv_heads, head_dim)
+    scaled = (q * head_dim**-0.5).reshape(grouped)
+    scores = jnp.einsum("bqkgd,bskd->bkgqs", scaled, k, preferred_element_type=wide)
+    lowest = jnp.finfo(wide).min
+    weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, lowest), axis=-1)
+    mixed = jnp.einsum("bkgqs,bskd->bqkgd", weights.astype(v.dtype), v)
+    return mixed.reshape(q.shape)
+
+
+def choose(mesh: Mesh | None, length: int, window: int | None) -> Kernel:
+    """Returns the kernel for the devices of `mesh` (None: the default backend).
+
+    The devices count, not the machine that compiles: a program for a TPU pod may be
+    built where there is none. Triton's kernel knows no window, so a window that is
+    shorter than the row is masked on GPUs.
+    """
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    if platform == "tpu":
+        return "splash"
+    if platform in ("gpu", "cuda", "rocm") and (window is None or window >= length):
+        return "triton"
+    return "masked"
+
+
+def constrain_rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Keeps rows on the data shards, so that FSDP gathers parameters, not activations.
+
+    Nothing happens when the rows do not divide, or inside a `shard_map` that has taken
+    these axes already.
+    """
+    rows, _ = _free_axes(mesh)
+    if mesh is None or not rows or x.shape[0] % mesh_lib.num_shards(mesh):
+        return x
+    spec = PartitionSpec(rows, *(None,) * (x.ndim - 1))
+    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec))
+
+
+def _free_axes(mesh: Mesh | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Mesh axes of rows and of heads that are not yet taken by hand."""
+    if mesh is None:
+        return (), ()
+    context = jax.sharding.get_abstract_mesh()
+    taken = set()
+    if not context.empty:
+        taken = {
+            axis
+            for axis, kind in zip(context.axis_names, context.axis_types, strict=True)
+            if kind == AxisType.Manual
+        }
+    if taken:
+        return (), ()
+    rows = tuple(axis for axis in mesh_lib.BATCH_AXES if mesh.shape.get(axis, 1) > 1)
+    heads = ("tensor",) if mesh.shape.get("tensor", 1) > 1 else ()
+    return rows, heads
 
 
 def attend_cached(
@@ -104,4 +192,4 @@ def attend_cached(
     if window is not None:
         seen_S = seen_S & (query_slot - slot_S < window)
     mask = (key_valid_BS & seen_S[None])[:, None, None]
-    return jax.nn.dot_product_attention(q, k, v, mask=mask)
+    return _masked(q, k, v, mask)

@@ -74,7 +74,7 @@ def load(
             mesh,
             allow_replication,
         )
-    return tokenizer, _load(folder, config, shardings)
+    return tokenizer, _load(folder, config, shardings, mesh)
 
 
 def save(
@@ -142,7 +142,7 @@ def read_config(
 
 
 def directory_of(path: str | os.PathLike[str]) -> pathlib.Path:
-    """The directory that `model.path` means; "builtin" is the model that comes along."""
+    """The directory that `model.path` means; "builtin" is the one that comes along."""
     return _BUILTIN if path == "builtin" else pathlib.Path(path)
 
 
@@ -150,24 +150,25 @@ def _load(
     folder: pathlib.Path,
     config: decoder.DecoderConfig,
     shardings: Mapping[parameters.Path, jax.sharding.Sharding] | None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> decoder.Decoder:
     table = parameters.table(config)
     with _open_tensors(folder) as tensors:
         _check_tensors(tensors, table, config, folder)
-        arrays = {
-            path: _read(
-                tensors, item, config.param_dtype, shardings and shardings[path]
-            )
-            for path, item in table.items()
-        }
-    return assemble(config, arrays)
+        arrays = {}
+        for path, item in table.items():
+            sharding = None if shardings is None else shardings[path]
+            arrays[path] = _read(tensors, item, config.param_dtype, sharding)
+    return assemble(config, arrays, mesh)
 
 
 def assemble(
-    config: decoder.DecoderConfig, arrays: Mapping[parameters.Path, Any]
+    config: decoder.DecoderConfig,
+    arrays: Mapping[parameters.Path, Any],
+    mesh: jax.sharding.Mesh | None = None,
 ) -> decoder.Decoder:
     """Builds a decoder from its parameters by path, without drawing any first."""
-    abstract = nnx.eval_shape(lambda: decoder.Decoder(config, nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: decoder.Decoder(config, nnx.Rngs(0), mesh))
     graph, state = nnx.split(abstract, nnx.Param)
     filled = [
         (path, variable.replace(arrays[path]))

@@ -252,7 +252,20 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """The whole model: embedding, blocks, final norm, output matrix."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rngs: nnx.Rngs,
+        mesh: jax.sharding.Mesh | None = None,
+    ):
+        """Draws fresh parameters.
+
+        Args:
+          config: shape and numerics.
+          rngs: `nnx.Rngs(seed)`.
+          mesh: where batches will be spread; the parameters are not moved there. None
+            for one device, or when XLA is to find out alone.
+        """
         init = nnx.initializers.normal(config.initializer_range)
 
         def matrix() -> nnx.Param:
@@ -260,6 +273,7 @@ class Decoder(nnx.Module):
             return nnx.Param(init(rngs.params(), shape, config.param_dtype))
 
         self.config = config
+        self.mesh = mesh
         self.embedding = matrix()
         self.blocks = Block(config, rngs)
         self.norm = RMSNorm((config.hidden_size,), config)
@@ -298,7 +312,8 @@ class Decoder(nnx.Module):
             )
 
         def attend(q, k, v, window, _):
-            return attention.attend(q, k, v, segment_ids, window), None
+            mixed = attention.attend(q, k, v, segment_ids, window, mesh=self.mesh)
+            return mixed, None
 
         hidden_BTH, _ = self.run(
             tokens_BT, positions, attend, adapters=adapters, num_layers=num_layers
@@ -370,6 +385,7 @@ class Decoder(nnx.Module):
             body = jax.checkpoint(body, policy=policy, prevent_cse=False)
         x_BTH = jnp.take(self.embedding[...], tokens_BT, axis=0)
         x_BTH = x_BTH.astype(config.compute_dtype)
+        x_BTH = attention.constrain_rows(x_BTH, self.mesh)
         x_BTH, kept = jax.lax.scan(body, x_BTH, scanned)
         return self.norm(x_BTH), kept
 
@@ -388,8 +404,9 @@ class Decoder(nnx.Module):
     def logits(self, hidden_BTH: jax.Array) -> jax.Array:
         """Returns hidden states [..., H] times the output matrix, [..., V] float32."""
         matrix_VH = self.output_matrix().astype(hidden_BTH.dtype)
+        wide = jnp.promote_types(hidden_BTH.dtype, jnp.float32)
         return jnp.einsum(
-            "...h,vh->...v", hidden_BTH, matrix_VH, preferred_element_type=jnp.float32
+            "...h,vh->...v", hidden_BTH, matrix_VH, preferred_element_type=wide
         )
 
 

@@ -176,7 +176,8 @@ def _prefill(
     positions = attention.positions_from_segments(segment_ids)
 
     def attend(q, k, v, window, _):
-        return attention.attend(q, k, v, segment_ids, window), (k, v)
+        mixed = attention.attend(q, k, v, segment_ids, window, mesh=model.mesh)
+        return mixed, (k, v)
 
     hidden_BTH, kept = model.run(tokens_BT, positions, attend, adapters=adapters)
     widths = ((0, 0), (0, 0), (0, num_free), (0, 0), (0, 0))
