@@ -444,6 +444,9 @@ class ReportConfig:
     max_points: int = key(3000, "points of the feature map", least=1)
     max_text: int = key(400, "characters of an example's text in the report", least=0)
     tensorboard: bool = key(False, "write TensorBoard events")
+    profile_steps: str = key(
+        "", "trace these training steps into profile/, as FIRST:LAST; '' = none"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

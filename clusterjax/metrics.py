@@ -7,6 +7,7 @@ once, however often the run was killed.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from clusterjax import files
+from clusterjax import errors, files
 
 
 class Log:
@@ -67,6 +68,89 @@ class Log:
         """Closes the TensorBoard events."""
         if self._events is not None:
             self._events.close()
+
+
+@dataclasses.dataclass
+class Totals:
+    """Sums on the host, saved with every checkpoint, so that no window is lost.
+
+    Attributes:
+      tokens, labels: trained so far.
+      skipped: steps whose update was left out.
+      window_*: sums since the last line.
+    """
+
+    tokens: int = 0
+    labels: int = 0
+    skipped: int = 0
+    window_steps: int = 0
+    window_loss: float = 0.0
+    window_nll: float = 0.0
+    window_labels: int = 0
+
+    def add(self, tokens: int, labels: int, loss: float, nll_sum: float) -> None:
+        """Adds one step: its tokens, label tokens, ℒ and Σ ℓ."""
+        self.tokens += tokens
+        self.labels += labels
+        self.window_steps += 1
+        self.window_loss += loss
+        self.window_nll += nll_sum
+        self.window_labels += labels
+
+    def window(self) -> dict[str, float]:
+        """Means since the last line; starts a new window."""
+        result = {
+            "loss": self.window_loss / self.window_steps,
+            "token_loss": self.window_nll / max(self.window_labels, 1),
+        }
+        self.window_steps, self.window_labels = 0, 0
+        self.window_loss, self.window_nll = 0.0, 0.0
+        return result
+
+    def so_far(self) -> dict[str, int]:
+        """Sums since step 0."""
+        return {"tokens": self.tokens, "labels": self.labels, "skipped": self.skipped}
+
+
+class Profile:
+    """A trace of some steps, for TensorBoard or Perfetto, under `profile/`."""
+
+    def __init__(self, steps: str, folder: epath.Path):
+        """Args:
+        steps: `first:last`, counted from 1, both included; '' for none.
+        folder: the run folder.
+
+        Raises:
+          errors.ConfigError: `steps` has another form.
+        """
+        self._first = self._last = 0
+        self._folder = folder / "profile"
+        self._running = False
+        if steps:
+            first, colon, last = steps.partition(":")
+            if not (colon and first.isdigit() and last.isdigit()):
+                raise errors.ConfigError(
+                    f"report.profile_steps={steps!r}; expected FIRST:LAST, as in 10:15"
+                )
+            self._first, self._last = int(first), int(last)
+
+    def before(self, step: int) -> None:
+        """Starts the trace when its first step comes."""
+        if self._first and self._first <= step <= self._last and not self._running:
+            jax.profiler.start_trace(str(self._folder))
+            self._running = True
+
+    def after(self, step: int, state: Any) -> None:
+        """Ends it when the last step is done."""
+        if self._running and step >= self._last:
+            jax.block_until_ready(state)
+            self.close()
+
+    def close(self) -> None:
+        """Ends a trace that is still open."""
+        if self._running:
+            jax.profiler.stop_trace()
+            self._running = False
 
 
 def _open_events(directory: str, last_step: int) -> Any:

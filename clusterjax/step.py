@@ -20,13 +20,17 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from clusterjax import config as config_lib
 from clusterjax import datatypes
 from clusterjax import loss as loss_lib
 from clusterjax import mesh as mesh_lib
 from clusterjax import optimizer as optimizer_lib
 from clusterjax.models import decoder, parameters
+from clusterjax.models import lora as lora_lib
 
 Params = dict[str, Any]
+
+_LORA = "lora"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,21 +41,47 @@ class Template:
       graph: NNX graph definition.
       variables: path and abstract variable of every parameter.
       config: of the decoder.
-      dimensions: dotted path → dimension names.
+      dimensions: dotted path → dimension names, LoRA factors included.
+      lora: adapters that are trained in place of the decoder's parameters, or None.
+      seed: of the adapters' dropout.
     """
 
     graph: Any
     variables: tuple[tuple[Any, Any], ...]
     config: decoder.DecoderConfig
     dimensions: dict[str, optimizer_lib.Names]
+    lora: config_lib.LoraConfig | None = None
+    seed: int = 0
 
     def merge(
-        self, params: Params, frozen: Params
+        self,
+        params: Params,
+        frozen: Params,
+        micro: datatypes.Batch | None = None,
+        step: Any = 0,
     ) -> tuple[decoder.Decoder, decoder.Adapters | None]:
-        """The decoder with these parameters (arrays or tracers), and its adapters."""
+        """The decoder with these parameters (arrays or tracers), and its adapters.
+
+        Args:
+          params, frozen: what is trained, and the rest.
+          micro: rows [R·L, T] whose ids fix the dropout; None: no dropout.
+          step: optimiser step, for the dropout as well.
+        """
         values = {**frozen, **params}
         filled = [(p, v.replace(values[_dotted(p)])) for p, v in self.variables]
-        return nnx.merge(self.graph, nnx.from_flat_state(filled)), None
+        model = nnx.merge(self.graph, nnx.from_flat_state(filled))
+        if self.lora is None:
+            return model, None
+        factors = lora_factors(params)
+        if micro is None or self.lora.dropout == 0:
+            return model, lora_lib.adapters(factors, self.lora)
+        return model, lora_lib.adapters(
+            factors,
+            self.lora,
+            dropout_key=jax.random.fold_in(jax.random.key(self.seed), step),
+            example_id=micro.example_id,
+            positions=micro.positions,
+        )
 
 
 def split(model: decoder.Decoder, remat: str = "none") -> tuple[Template, Params]:
@@ -72,6 +102,33 @@ def template(model_config: decoder.DecoderConfig) -> Template:
     names = parameters.dimension_names(model_config)
     dimensions = {_dotted(p): optimizer_lib.Names(d) for p, d in names.items()}
     return Template(graph, tuple(nnx.to_flat_state(state)), model_config, dimensions)
+
+
+def with_lora(
+    tmpl: Template, cfg: config_lib.LoraConfig, seed: int = 0
+) -> tuple[Template, Params]:
+    """A template that trains adapters, and their factors before the first step."""
+    factors = lora_lib.initialize(tmpl.config, cfg, jax.random.key(seed))
+    params = {
+        f"{_LORA}.{name}.{side}": value
+        for name, pair in factors.items()
+        for side, value in pair.items()
+    }
+    names = lora_lib.dimension_names(tmpl.config, factors)
+    dimensions = {
+        f"{_LORA}.{_dotted(p)}": optimizer_lib.Names(d) for p, d in names.items()
+    }
+    dimensions = {**tmpl.dimensions, **dimensions}
+    return dataclasses.replace(tmpl, lora=cfg, dimensions=dimensions, seed=seed), params
+
+
+def lora_factors(params: Params) -> lora_lib.Factors:
+    """The factors in the form of `models.lora`."""
+    factors: lora_lib.Factors = {}
+    for path, value in params.items():
+        _, name, side = path.split(".")
+        factors.setdefault(name, {})[side] = value
+    return factors
 
 
 class Metrics(NamedTuple):
@@ -115,16 +172,16 @@ def vocab_shards(tmpl: Template, mesh: jax.sharding.Mesh) -> int:
 
 def make_loss(
     tmpl: Template, mesh: jax.sharding.Mesh, sizes: Sizes
-) -> Callable[[Params, Params, datatypes.Batch], tuple[jax.Array, tuple]]:
-    """Returns `loss(params, frozen, micro) → ℒ part, (nll_P, example_P)`.
+) -> Callable[..., tuple[jax.Array, tuple[jax.Array, jax.Array]]]:
+    """Returns `loss(params, frozen, micro, step) → ℒ part, (nll_P, example_P)`.
 
     `micro` is a batch without its leading axis A; its rows lie over the data shards.
     """
     num_shards = mesh_lib.num_shards(mesh)
     matrix_shards = vocab_shards(tmpl, mesh)
 
-    def loss(params, frozen, micro):
-        model, adapters = tmpl.merge(params, frozen)
+    def loss(params, frozen, micro, step):
+        model, adapters = tmpl.merge(params, frozen, micro, step)
         hidden_BTH = model.hidden(
             micro.inputs, micro.segment_ids, micro.positions, adapters=adapters
         )
@@ -147,18 +204,23 @@ def make_loss(
 
 def make_gradient(
     tmpl: Template, mesh: jax.sharding.Mesh, sizes: Sizes
-) -> Callable[[Params, Params, datatypes.Batch], tuple[Any, ...]]:
-    """Returns `gradient(params, frozen, batch) → ℒ, gradient, nll_AP, example_AP`."""
+) -> Callable[..., tuple[Any, ...]]:
+    """Returns `gradient(params, frozen, batch, step=0) → ℒ, grads, nll, example_id`.
+
+    The last two are as in `Metrics`; `step` counts for dropout only.
+    """
     value_and_grad = jax.value_and_grad(make_loss(tmpl, mesh, sizes), has_aux=True)
 
-    def gradient(params, frozen, batch):
+    def gradient(params, frozen, batch, step=0):
         if batch.inputs.shape[0] == 1:
             micro = jax.tree.map(lambda x: x[0], batch)
-            (loss, (nll_P, example_P)), grads = value_and_grad(params, frozen, micro)
+            (loss, (nll_P, example_P)), grads = value_and_grad(
+                params, frozen, micro, step
+            )
             return loss, grads, nll_P[None], example_P[None]
 
         def add(carry, micro):
-            (loss, aux), grads = value_and_grad(params, frozen, micro)
+            (loss, aux), grads = value_and_grad(params, frozen, micro, step)
             return jax.tree.map(jnp.add, carry, (loss, grads)), aux
 
         zero = jnp.zeros((), loss_lib.accumulator_dtype(batch.loss_weights.dtype))
@@ -183,7 +245,9 @@ def make_step(
     gradient = make_gradient(tmpl, mesh, sizes)
 
     def step(state, frozen, batch):
-        loss, grads, nll_AP, example_AP = gradient(state.params, frozen, batch)
+        loss, grads, nll_AP, example_AP = gradient(
+            state.params, frozen, batch, state.step
+        )
         grad_norm = optimizer_lib.global_norm(grads)
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
