@@ -121,6 +121,7 @@ def test_mining_a_small_library(tmp_path):
     (tmp_path / "textwrap.py").write_text(
         textwrap.dedent(
             '''
+            \x0c
             class Box:
                 @property
                 def size(self):

@@ -79,7 +79,7 @@ def _plain(example: splits.Example) -> str:
 def _heldout_bodies(modules: list[tuple[str, str, ast.Module]]) -> set[str]:
     bodies = set()
     for module, text, tree in modules:
-        lines = text.splitlines()
+        lines = text.split("\n")
         for item in stdlib_functions.definitions(module, tree):
             if splits.is_heldout(item.key):
                 body = stdlib_functions.body_text(lines, item.node)
@@ -92,7 +92,7 @@ def _documents(
     module: str, text: str, tree: ast.Module, heldout_bodies: set[str]
 ) -> tuple[list[str], list[str]]:
     """(training documents, held-out documents) of one file, in file order."""
-    lines = text.splitlines()
+    lines = text.split("\n")
     train: list[str] = []
     heldout: list[str] = []
     remaining = list(lines)

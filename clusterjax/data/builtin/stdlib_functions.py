@@ -126,10 +126,8 @@ def source_files(
 ) -> Iterator[tuple[str, str, ast.Module]]:
     """(module name, text, syntax tree) of each source file under `root`, sorted.
 
-    Files and folders with a name in `skipped` are left out.
-
-    A file that is not UTF-8 or does not parse is left out: a library may hold files
-    that are broken on purpose.
+    Files and folders with a name in `skipped` are left out, and so is a file that is
+    not UTF-8 or does not parse: a library may hold files that are broken on purpose.
     """
     for path in _python_files(root, skipped):
         parts = path.relative_to(root).with_suffix("").parts
@@ -200,15 +198,16 @@ def mine(root: pathlib.Path) -> list[splits.Example]:
     """
     examples: dict[str, splits.Example] = {}
     for module, text, tree in source_files(root):
-        lines = text.splitlines()
+        lines = text.split(
+            "\n"
+        )  # as the syntax tree counts; splitlines knows more ends
         for item in definitions(module, tree):
             example = _pair(module, lines, item)
             if example is not None:
                 examples.setdefault(example.key, example)
     bodies: set[str] = set()
     unique = []
-    # Held-out examples come first, so that a later library version that copies one
-    # loses the copy and not the held-out example.
+    # Of two equal bodies the held-out one stays, so that no copy crosses the split.
     order = sorted(
         examples.values(), key=lambda e: (not splits.is_heldout(e.key), e.key)
     )
