@@ -198,9 +198,8 @@ def mine(root: pathlib.Path) -> list[splits.Example]:
     """
     examples: dict[str, splits.Example] = {}
     for module, text, tree in source_files(root):
-        lines = text.split(
-            "\n"
-        )  # as the syntax tree counts; splitlines knows more ends
+        # As the syntax tree counts; `splitlines` also ends a line at a form feed.
+        lines = text.split("\n")
         for item in definitions(module, tree):
             example = _pair(module, lines, item)
             if example is not None:
