@@ -57,7 +57,7 @@ def test_a_second_start_reads_the_cache(tmp_path, monkeypatch):
     path = data_inputs.write_lines(tmp_path / "a.jsonl", data_inputs.pairs(20))
     tok, cfg = data_inputs.tokenizer(), data_inputs.settings(path)
     first = data.load(cfg, tok, directory=tmp_path / "data")
-    monkeypatch.setattr(encoding, "encode", None)  # nothing is tokenised again
+    monkeypatch.setattr(encoding, "mark", None)  # nothing is tokenised again
     monkeypatch.setattr(layouts, "convert", None)
     second = data.load(cfg, tok, directory=tmp_path / "data")
     assert second.fingerprint == first.fingerprint
@@ -147,7 +147,7 @@ def test_an_interrupted_start_leaves_nothing_in_the_way(tmp_path, monkeypatch):
     tok = data_inputs.tokenizer()
     cfg = data_inputs.settings(path, cache_dir=str(tmp_path / "cache"))
     with monkeypatch.context() as patch:
-        patch.setattr(encoding, "encode", None)
+        patch.setattr(encoding, "mark", None)
         with pytest.raises(TypeError):
             data.load(cfg, tok)
     assert not [p for p in (tmp_path / "cache").iterdir() if p.is_dir()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import itertools
@@ -85,16 +86,24 @@ class Builder:
         self._origins.append(source)
         before = (self._num_read, self._num_examples, self._num_elsewhere)
         layout, unused = None, set()
-        for block, layout in blocks(source, key):
-            pending = []
-            if self._num_read == before[0]:
-                unused = _unused(block, layout, source.config)
-            for row in block:
-                if (item := self._take(origin, source, layout, row)) is not None:
-                    pending.append(item)
-            self._encode(pending, writer)
-            self.rejects.stop_if_asked()
-            self._say(source)
+        first_reject = len(self.rejects.all)
+        # The tokenizer leaves Python's lock alone, so the next block is prepared while
+        # one is tokenised.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            waiting: tuple[list[_Pending], concurrent.futures.Future] | None = None
+            for block, layout in blocks(source, key):
+                if self._num_read == before[0]:
+                    unused = _unused(block, layout, source.config)
+                taken = [self._take(origin, source, layout, row) for row in block]
+                pending = [item for item in taken if item is not None]
+                self.rejects.stop_if_asked()
+                texts = [item.rendered.text for item in pending]
+                tokens = pool.submit(self._tokenizer.encode_batch, texts)
+                self._write(waiting, writer)
+                waiting = (pending, tokens)
+                self._say(source)
+            self._write(waiting, writer)
+        self.rejects.sort(first_reject)
         self._note_problems(source)
         read, examples, elsewhere = (
             now - then
@@ -170,15 +179,25 @@ class Builder:
         place = source.place(row) if error.reason not in checks.RULES else ""
         self.rejects.add(reject, place)
 
-    def _encode(self, pending: list[_Pending], writer: store.Writer) -> None:
-        """Tokenises a block and writes what has labels."""
+    def _write(
+        self,
+        waiting: tuple[list[_Pending], concurrent.futures.Future] | None,
+        writer: store.Writer,
+    ) -> None:
+        """Writes what has labels of a tokenised block."""
+        if waiting is None:
+            return
+        pending, tokens = waiting
         texts = [item.rendered for item in pending]
-        encoded = encoding.encode(self._tokenizer, texts, self._config.max_length)
+        encoded = encoding.mark(
+            self._tokenizer, texts, tokens.result(), self._config.max_length
+        )
         kept = [
             (item, tokens)
             for item, tokens in zip(pending, encoded)
             if self._has_labels(item, tokens)
         ]
+        self.rejects.stop_if_asked()
         if not kept:
             return
         self._num_examples += len(kept)

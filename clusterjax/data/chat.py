@@ -120,6 +120,8 @@ class ChatTemplate:
             raise errors.DataError(
                 f"chat template {name}, line {error.lineno}: {error.message}"
             ) from error
+        # A chain of dictionaries by default, which every rendering would walk.
+        self._template.globals = dict(self._template.globals)
 
     def text(
         self,

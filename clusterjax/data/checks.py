@@ -107,6 +107,10 @@ class Rejects:
             " data.on_error=skip to leave out and list such rows"
         )
 
+    def sort(self, first: int) -> None:
+        """Brings the rejects from the `first` on, all of one source, into row order."""
+        self.all[first:] = sorted(self.all[first:], key=lambda reject: reject.row)
+
     def by_reason(self) -> dict[str, dict[str, Any]]:
         """Reason → count and the first ids."""
         counts = collections.Counter(reject.reason for reject in self.all)

@@ -35,7 +35,18 @@ def encode(
     texts: Sequence[chat.Rendered],
     max_length: int,
 ) -> list[Encoded]:
-    """Tokenises each text once.
+    """Tokenises each text once and marks its labels; see `mark`."""
+    encodings = tokenizer.encode_batch([text.text for text in texts])
+    return mark(tokenizer, texts, encodings, max_length)
+
+
+def mark(
+    tokenizer: tokenizer_lib.Tokenizer,
+    texts: Sequence[chat.Rendered],
+    encodings: Sequence[tokenizers.Encoding],
+    max_length: int,
+) -> list[Encoded]:
+    """Marks the labels of tokenised texts and cuts what is too long.
 
     A label span that begins or ends inside a token cuts it: the two parts are spelled
     with the model's own pieces, as at inference, where the prompt ends there. So the
@@ -45,9 +56,9 @@ def encode(
       tokenizer: when it puts a begin token before texts, one begin token is there,
         whether the text spells it or not.
       texts: texts with their label spans.
+      encodings: of `tokenizer.encode_batch`.
       max_length: longest example; the end of a longer one is cut off.
     """
-    encodings = tokenizer.encode_batch([text.text for text in texts])
     return [
         _one(tokenizer, text, encoding, max_length)
         for text, encoding in zip(texts, encodings)

@@ -60,7 +60,9 @@ class TfdsSource(sources.Source):
         TFDS believes the former: records beyond the count would be lost unseen.
         """
         # Has no wheels for some platforms, on which other sources still work.
-        from array_record.python import array_record_module
+        from array_record.python import (  # pyright: ignore[reportAttributeAccessIssue]
+            array_record_module,
+        )
 
         splits = self._builder.info.splits
         for split in splits.values():

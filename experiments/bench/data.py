@@ -1,0 +1,144 @@
+"""Reading data against bare tokenising: throughput, memory, warm start.
+
+python -m experiments.bench.data --tokenizer DIR [--examples 20000]
+python -m experiments.bench.data --tokenizer DIR --examples 1000000 --skip_bare
+
+Texts are the pairs of `stdlib_functions`, repeated with a running number so that none
+is a duplicate, and cut to about 200 tokens. The peer is `tokenizers.encode_batch` over
+the very texts that the corpus tokenises, in the same block size, with nothing around.
+Each measurement runs in a process of its own, so that its peak of resident memory is
+its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import pathlib
+import resource
+import tempfile
+import time
+from typing import Any
+
+from clusterjax import config as config_lib
+from clusterjax import data
+from clusterjax.data import builder, builtin, chat, layouts, sources
+
+_CHARS = 700  # about 200 tokens of a vocabulary of 49k
+
+
+def write_input(path: pathlib.Path, count: int) -> None:
+    """JSON lines of `count` different instruction/response pairs."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = builtin.prepare("stdlib_functions", folder)
+        records = list(made.as_data_source("train"))  # pyright: ignore[reportCallIssue]
+    texts = [
+        (r["instruction"].decode()[: _CHARS // 2], r["response"].decode()[:_CHARS])
+        for r in records
+    ]
+    with open(path, "w", encoding="utf8") as file:
+        for i, (prompt, answer) in zip(range(count), itertools.cycle(texts)):
+            room = max(_CHARS - len(prompt), 40)
+            row = {"instruction": f"{i}: {prompt}", "response": answer[:room]}
+            file.write(json.dumps(row) + "\n")
+
+
+def config_of(path: pathlib.Path, cache: pathlib.Path) -> config_lib.DataConfig:
+    return config_lib.DataConfig(
+        sources=(config_lib.SourceConfig(path=str(path)),),
+        template="chatml",
+        cache_dir=str(cache),
+    )
+
+
+def bare(path: pathlib.Path, directory: str) -> dict[str, Any]:
+    """Seconds of `encode_batch` alone over the rendered texts, and their tokens."""
+    tokenizer = data.tokenizer.Tokenizer.load(directory)
+    template = chat.load("chatml", tokenizer)
+    cfg = config_of(path, path.parent)
+    [source] = sources.open_all(cfg.sources, cfg, "data.sources")
+    seconds, tokens = 0.0, 0
+    for block, layout in builder.blocks(source, "data.sources[0]"):
+        texts = []
+        for row in block:
+            conversation = builder.convert(layout, source.config, row)
+            assert isinstance(conversation, layouts.Conversation)
+            texts.append(template.render(conversation).text)
+        begin = time.perf_counter()
+        encodings = tokenizer.backend.encode_batch(texts, add_special_tokens=False)
+        seconds += time.perf_counter() - begin
+        tokens += sum(len(encoding) for encoding in encodings)
+    return {"seconds": seconds, "tokens": tokens}
+
+
+def whole(path: pathlib.Path, directory: str) -> dict[str, Any]:
+    """Seconds of `data.load`: with an empty cache, or with what an earlier call left."""
+    tokenizer = data.tokenizer.Tokenizer.load(directory)
+    begin = time.perf_counter()
+    corpus = data.load(config_of(path, path.parent / "cache"), tokenizer)
+    seconds = time.perf_counter() - begin
+    return {
+        "seconds": seconds,
+        "tokens": len(corpus.tokens),
+        "examples": corpus.num_examples,
+        "mean_length": float(corpus.lengths.mean()),
+    }
+
+
+def _measured(task: Any, arguments: tuple[Any, ...], queue: Any) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = task(*arguments)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    queue.put(found | {"peak_mb": peak / 1024, "import_mb": before / 1024})
+
+
+def measure(task: Any, *arguments: Any) -> dict[str, Any]:
+    """What `task(*arguments)` returns, and its peak of resident memory."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=_measured, args=(task, arguments, queue))
+    process.start()
+    found = queue.get()
+    process.join()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokenizer", required=True, help="Hugging Face directory")
+    parser.add_argument("--examples", type=int, default=20_000)
+    parser.add_argument("--rounds", type=int, default=1, help="repeat, best counts")
+    parser.add_argument("--skip_bare", action="store_true")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "rows.jsonl"
+        write_input(path, args.examples)
+        print(f"{args.examples:,} rows, {path.stat().st_size / 1e6:,.0f} MB")
+        results: dict[str, list[dict[str, Any]]] = {}
+        for round_ in range(args.rounds):
+            cold = path.with_name(f"round{round_}.jsonl")
+            path = path.rename(cold)  # another name, another cold start
+            if not args.skip_bare:
+                results.setdefault("bare", []).append(
+                    measure(bare, path, args.tokenizer)
+                )
+            for name in ("cold", "warm"):
+                found = measure(whole, path, args.tokenizer)
+                results.setdefault(name, []).append(found)
+        best = {n: min(r, key=lambda x: x["seconds"]) for n, r in results.items()}
+        for name, found in best.items():
+            rate = found["tokens"] / found["seconds"]
+            print(
+                f"{name:5} {found['seconds']:8.2f} s {rate:12,.0f} tokens/s"
+                f" peak {found['peak_mb']:,.0f} MB"
+                f" ({found['import_mb']:,.0f} MB of it imports)"
+            )
+        if "bare" in best:
+            share = best["bare"]["seconds"] / best["cold"]["seconds"]
+            print(f"cold start reaches {share:.0%} of bare encode_batch")
+
+
+if __name__ == "__main__":
+    main()
