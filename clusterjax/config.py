@@ -316,6 +316,11 @@ class AllocationConfig:
     order: Literal["shuffled", "herded"] = key(
         "shuffled", "shuffled | herded, within clusters"
     )
+    even_steps: bool = key(
+        True,
+        "shuffled: every step draws equally from the short and the long answers of each"
+        " cluster, so that steps hold about equally many tokens",
+    )
     herding_pool: int = key(
         0, "herded: candidates looked at per pick; 0 = all", least=0
     )
@@ -495,6 +500,22 @@ def resolve(config: ml_collections.ConfigDict) -> Config:
         of the wrong type.
     """
     return _from_mapping(Config, config, prefix="")
+
+
+def cautions(config: Config) -> list[str]:
+    """Settings that are allowed and seldom meant, one line each."""
+    found = []
+    rate = config.train.optimizer.learning_rate
+    if config.model.param_dtype == "bfloat16":
+        # bfloat16 has 8 bits of precision: half a step is 2⁻⁹ of the value.
+        found.append(
+            "model.param_dtype=bfloat16 keeps the masters in bfloat16, where an update"
+            " below 1/512 of a weight is lost: at"
+            f" train.optimizer.learning_rate={rate:g} that may be all updates of weights"
+            f" above {512 * rate:g}; use float32, and model.compute_dtype=bfloat16 for"
+            " speed"
+        )
+    return found
 
 
 def fingerprint(config: Any, *names: str) -> str:

@@ -73,6 +73,8 @@ def execute(
     if config.mesh.num_simulated_devices is not None:
         mesh_lib.simulate(config.mesh.num_simulated_devices)
     mesh = mesh_lib.build(config.mesh)
+    for text in config_lib.cautions(config):
+        progress.say(f"caution: {text}")
     with workdir.opened(folder, config, overwrite=overwrite) as opened:
         run = Run(config, opened, ledger_lib.Ledger(opened), mesh)
         last = config.stages if config.stages != "all" else STAGES[-1]

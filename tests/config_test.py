@@ -61,3 +61,15 @@ def test_fingerprint_ignores_what_changes_no_result():
     other = dataclasses.replace(config, seed=1)
     assert config_lib.fingerprint(config) == config_lib.fingerprint(faster)
     assert config_lib.fingerprint(config) != config_lib.fingerprint(other)
+
+
+def test_bfloat16_masters_earn_a_caution():
+    """A learning rate of 5e-5 vanishes beside bfloat16 weights; float32 by default."""
+    chosen = config_lib.default()
+    chosen.train.optimizer.learning_rate = 5e-5
+    assert config_lib.resolve(chosen).model.param_dtype == "float32"
+    assert config_lib.cautions(config_lib.resolve(chosen)) == []
+    chosen.model.param_dtype = "bfloat16"
+    [text] = config_lib.cautions(config_lib.resolve(chosen))
+    assert "model.param_dtype=bfloat16" in text and "learning_rate=5e-05" in text
+    assert "float32" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -60,10 +61,7 @@ class TfdsSource(sources.Source):
         TFDS believes the former: records beyond the count would be lost unseen.
         """
         # Has no wheels for some platforms, on which other sources still work.
-        from array_record.python import (  # pyright: ignore[reportAttributeAccessIssue]
-            array_record_module,
-        )
-
+        module: Any = importlib.import_module("array_record.python.array_record_module")
         splits = self._builder.info.splits
         for split in splits.values():
             if not self.config.split.startswith((split.name, "all")):
@@ -71,7 +69,7 @@ class TfdsSource(sources.Source):
             for path, count in zip(split.filepaths, split.shard_lengths):
                 if ".array_record" not in path.name:
                     continue
-                reader = array_record_module.ArrayRecordReader(os.fspath(path))
+                reader = module.ArrayRecordReader(os.fspath(path))
                 held = reader.num_records()
                 reader.close()
                 if held != count:

@@ -74,7 +74,7 @@ def bare(path: pathlib.Path, directory: str) -> dict[str, Any]:
 
 
 def whole(path: pathlib.Path, directory: str) -> dict[str, Any]:
-    """Seconds of `data.load`: with an empty cache, or with what an earlier call left."""
+    """Seconds of `data.load`, with an empty cache or after an earlier call."""
     tokenizer = data.tokenizer.Tokenizer.load(directory)
     begin = time.perf_counter()
     corpus = data.load(config_of(path, path.parent / "cache"), tokenizer)
