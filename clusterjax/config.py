@@ -511,7 +511,7 @@ def cautions(config: Config) -> list[str]:
         found.append(
             "model.param_dtype=bfloat16 keeps the masters in bfloat16, where an update"
             " below 1/512 of a weight is lost: at"
-            f" train.optimizer.learning_rate={rate:g} that may be all updates of weights"
+            f" train.optimizer.learning_rate={rate:g} perhaps all updates of weights"
             f" above {512 * rate:g}; use float32, and model.compute_dtype=bfloat16 for"
             " speed"
         )
