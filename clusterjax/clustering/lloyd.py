@@ -30,6 +30,7 @@ class LoopState(NamedTuple):
       active_G: bool, not yet converged and below the limit.
       converged_G: bool, the centre shift met the tolerance.
       empty_GK: bool, clusters that got no row in the last iteration.
+      weight_GK: float32, weight of the rows of each cluster in the last iteration.
     """
 
     centers_GKD: jax.Array
@@ -37,6 +38,7 @@ class LoopState(NamedTuple):
     active_G: jax.Array
     converged_G: jax.Array
     empty_GK: jax.Array
+    weight_GK: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +64,7 @@ def initial(centers_GKD: jax.Array) -> LoopState:
         active_G=jnp.ones(groups, bool),
         converged_G=jnp.zeros(groups, bool),
         empty_GK=jnp.zeros((groups, clusters), bool),
+        weight_GK=jnp.zeros((groups, clusters)),
     )
 
 
@@ -203,6 +206,9 @@ def _advance(
         active_G=state.active_G & ~met_G & (iterations_G < options.max_iterations),
         converged_G=state.converged_G | met_G,
         empty_GK=holes_GK,
+        weight_GK=jnp.where(
+            state.active_G[:, None], weight_GK1[..., 0], state.weight_GK
+        ),
     )
 
 
@@ -250,8 +256,20 @@ def _assign(
     )(values_ND, centers_KD)
 
 
+def inertia(rows: rows_lib.Rows, centers_GKD: jax.Array) -> jax.Array:
+    """float32 [G]: weighted sum of squared distances to the nearest centres."""
+    return _inertia(
+        rows.values_ND,
+        rows.weight_N,
+        rows.square_N,
+        centers_GKD,
+        mesh=rows.mesh,
+        block=rows.block,
+    )
+
+
 @functools.partial(jax.jit, static_argnames=("mesh", "block"))
-def inertia(
+def _inertia(
     values_ND: jax.Array,
     weight_N: jax.Array,
     square_N: jax.Array,
@@ -260,7 +278,6 @@ def inertia(
     mesh: Mesh,
     block: int,
 ) -> jax.Array:
-    """float32 [G]: weighted sum of squared distances to the nearest centres."""
     axes = rows_lib.data_axes(mesh)
 
     def local(
