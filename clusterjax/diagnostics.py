@@ -7,6 +7,7 @@ every `train.statistics_every` steps only.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -91,7 +92,11 @@ def make_worker_statistics(
     alone = jax.sharding.Mesh(
         np.array(mesh.devices.flat[:1]).reshape(1, 1, 1), mesh_lib.AXES
     )
-    gradient = step_lib.make_gradient(tmpl, alone, sizes)
+    plain = step_lib.template(tmpl.config)
+    plain = dataclasses.replace(
+        plain, dimensions=tmpl.dimensions, lora=tmpl.lora, seed=tmpl.seed
+    )
+    gradient = step_lib.make_gradient(plain, alone, sizes)
     by_shard = NamedSharding(mesh, PartitionSpec(mesh_lib.BATCH_AXES))
 
     def split_rows(x):

@@ -34,6 +34,9 @@ def initialize(
 ) -> None:
     """Joins the other processes; call it before any other JAX operation.
 
+    Without arguments JAX looks for a cluster, and where there is none this process
+    stays alone.
+
     Args:
       coordinator: `host:port` of process 0; None: JAX's own detection of the cluster.
       num_processes: processes of the run.
@@ -61,8 +64,10 @@ def initialize(
             shutdown_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except (RuntimeError, ValueError) as error:
+        if not any(given):
+            return  # no cluster was detected: a single process
         raise errors.ConfigError(
-            f"process {process_id} of {num_processes} found no coordinator at"
+            f"process {process_id} of {num_processes} could not join at"
             f" {coordinator}: {error}"
         ) from error
 

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from clusterjax import faults
+
 
 def write_bytes(path: epath.PathLike, content: bytes) -> None:
     """Writes `content` to `path`; a reader sees the old file or the whole new one."""
@@ -42,6 +44,7 @@ def write_with(path: epath.PathLike, write: Callable[[epath.Path], Any]) -> None
         if os.path.exists(temporary):
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
+        faults.point("files.write")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -84,20 +84,33 @@ class Template:
         )
 
 
-def split(model: decoder.Decoder, remat: str = "none") -> tuple[Template, Params]:
-    """Takes a decoder apart; `remat` is what its backward pass recomputes."""
+def split(
+    model: decoder.Decoder,
+    remat: str = "none",
+    mesh: jax.sharding.Mesh | None = None,
+) -> tuple[Template, Params]:
+    """Takes a decoder apart.
+
+    Args:
+      model: the decoder; it stays whole.
+      remat: what its backward pass recomputes.
+      mesh: where batches will be spread; None: as the model says.
+    """
     state = nnx.state(model, nnx.Param)
     arrays = {_dotted(path): v[...] for path, v in nnx.to_flat_state(state)}
-    return template(dataclasses.replace(model.config, remat=remat)), arrays
+    model_config = dataclasses.replace(model.config, remat=remat)
+    return template(model_config, mesh or model.mesh), arrays
 
 
 def _dotted(path: Iterable[Any]) -> str:
     return ".".join(map(str, path))
 
 
-def template(model_config: decoder.DecoderConfig) -> Template:
+def template(
+    model_config: decoder.DecoderConfig, mesh: jax.sharding.Mesh | None = None
+) -> Template:
     """The template of a decoder, without any parameter in memory."""
-    abstract = nnx.eval_shape(lambda: decoder.Decoder(model_config, nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: decoder.Decoder(model_config, nnx.Rngs(0), mesh))
     graph, state = nnx.split(abstract, nnx.Param)
     names = parameters.dimension_names(model_config)
     dimensions = {_dotted(p): optimizer_lib.Names(d) for p, d in names.items()}

@@ -105,7 +105,7 @@ def fit(
     }
     distributed.require_equal(expected)
     folder = epath.Path(workdir)
-    tmpl, params = step_lib.split(model, perf.remat)
+    tmpl, params = step_lib.split(model, perf.remat, mesh)
     frozen: step_lib.Params = {}
     if model_cfg.lora.rank:
         frozen = params

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import re
@@ -12,7 +13,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from clusterjax import config as config_lib
-from clusterjax import errors, progress
+from clusterjax import distributed, errors, progress
 
 USER_ERROR_EXIT_CODE = 2
 
@@ -24,12 +25,37 @@ OVERWRITE = flags.DEFINE_bool(
     "overwrite", False, "Move a finished or different run out of the way first."
 )
 
+COORDINATOR = flags.DEFINE_string(
+    "coordinator",
+    None,
+    "host:port of process 0; not needed where JAX detects a cluster (TPU pod, Slurm).",
+)
+NUM_PROCESSES = flags.DEFINE_integer(
+    "num_processes", None, "Processes of the run, with --coordinator."
+)
+PROCESS_ID = flags.DEFINE_integer(
+    "process_id", None, "This process, from 0, with --coordinator."
+)
+PROFILE_STEPS = flags.DEFINE_string(
+    "profile_steps", None, "FIRST:LAST training steps to trace into profile/."
+)
+_FLAGS = (
+    CONFIG,
+    WORKDIR,
+    OVERWRITE,
+    COORDINATOR,
+    NUM_PROCESSES,
+    PROCESS_ID,
+    PROFILE_STEPS,
+)
+
 
 def run(main: Callable[[], int | None], description: str) -> None:
     """Parses the flags, calls `main()`, and turns user errors into one clean message.
 
-    Exit codes: 0 done, 2 a mistake of the user's (message without a traceback), or
-    what `main` returns.
+    Exit codes: 0 done, 2 a mistake of the user's (message without a traceback), 75
+    stopped by a signal with the state saved, 76 another process is gone, or what
+    `main` returns.
     """
 
     def guarded(argv: Sequence[str]) -> int | None:
@@ -38,7 +64,11 @@ def run(main: Callable[[], int | None], description: str) -> None:
         if len(argv) > 1:
             return _fail(f"unexpected arguments: {' '.join(argv[1:])}")
         try:
-            return main()
+            distributed.initialize(
+                COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value
+            )
+            with distributed.ending_together():
+                return main()
         except errors.UserError as error:
             return _fail(str(error))
 
@@ -51,7 +81,11 @@ def resolved_config() -> config_lib.Config:
         raise errors.ConfigError(
             "no --config given; try --config configs/quickstart.py, or --help"
         )
-    return config_lib.resolve(CONFIG.value)
+    config = config_lib.resolve(CONFIG.value)
+    if PROFILE_STEPS.value is None:
+        return config
+    report = dataclasses.replace(config.report, profile_steps=PROFILE_STEPS.value)
+    return dataclasses.replace(config, report=report)
 
 
 def _fail(message: str) -> int:
@@ -114,7 +148,7 @@ def _check_key(item: str) -> None:
 def help_text(description: str) -> str:
     """Usage, flags, and every config key with type, default and meaning."""
     lines = [description.strip(), "", "Flags:"]
-    for flag in (CONFIG, WORKDIR, OVERWRITE):
+    for flag in _FLAGS:
         lines.append(f"  --{flag.name}: {flags.FLAGS[flag.name].help}")
     lines += ["", "Config keys (override with --config.KEY=VALUE):"]
     for name, kind, default, text in config_lib.describe():

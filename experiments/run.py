@@ -21,6 +21,7 @@ from clusterjax import (
     data,
     datatypes,
     errors,
+    faults,
     features,
     files,
     models,
@@ -79,6 +80,7 @@ def execute(
         run = Run(config, opened, ledger_lib.Ledger(opened), mesh)
         last = config.stages if config.stages != "all" else STAGES[-1]
         for name in STAGES[: STAGES.index(last) + 1]:
+            faults.point(f"stage.{name}")
             _STAGE_FUNCTIONS[name](run)
     return run
 

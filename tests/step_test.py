@@ -160,9 +160,7 @@ def test_one_sgd_update_equals_the_reference(make_mesh, mesh_shape):
     batch = input_lib.put(layout.rows(0, shards).batch, mesh, shards)
     state = datatypes.TrainState(jnp.int32(0), params, tx.init(params))
     state = jax.device_put(state, places.state, may_alias=False)
-    run = step_lib.jit(
-        step_lib.make_step(tmpl, tx, mesh, _sizes(layout)), places, mesh
-    )
+    run = step_lib.jit(step_lib.make_step(tmpl, tx, mesh, _sizes(layout)), places, mesh)
     state, metrics = run(state, {}, batch)
     update = {n: (before[n] - np.asarray(state.params[n])) / 0.5 for n in before}
     # Float32 parameters round the update: 1e-6 of the parameters, not of the update.
