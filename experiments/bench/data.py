@@ -34,14 +34,14 @@ def write_input(path: pathlib.Path, count: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         made = builtin.prepare("stdlib_functions", folder)
         records = list(made.as_data_source("train"))  # pyright: ignore[reportCallIssue]
-    texts = [
-        (r["instruction"].decode()[: _CHARS // 2], r["response"].decode()[:_CHARS])
-        for r in records
-    ]
+    prompts = [r["instruction"].decode()[: _CHARS // 2] for r in records]
+    answers = "\n\n".join(r["response"].decode() for r in records)
     with open(path, "w", encoding="utf8") as file:
-        for i, (prompt, answer) in zip(range(count), itertools.cycle(texts)):
-            room = max(_CHARS - len(prompt), 40)
-            row = {"instruction": f"{i}: {prompt}", "response": answer[:room]}
+        for i, prompt in zip(range(count), itertools.cycle(prompts)):
+            room = _CHARS - len(prompt)
+            first = i * room % (len(answers) - _CHARS)
+            answer = answers[first : first + room].strip()
+            row = {"instruction": f"{i}: {prompt}", "response": answer}
             file.write(json.dumps(row) + "\n")
 
 
@@ -89,7 +89,9 @@ def whole(path: pathlib.Path, directory: str) -> dict[str, Any]:
 
 def _measured(task: Any, arguments: tuple[Any, ...], queue: Any) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cpu = time.process_time()
     found = task(*arguments)
+    found["cpu_seconds"] = time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     queue.put(found | {"peak_mb": peak / 1024, "import_mb": before / 1024})
 
@@ -105,13 +107,13 @@ def measure(task: Any, *arguments: Any) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokenizer", required=True, help="Hugging Face directory")
     parser.add_argument("--examples", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=1, help="repeat, best counts")
     parser.add_argument("--skip_bare", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "rows.jsonl"
         write_input(path, args.examples)
@@ -132,6 +134,7 @@ def main() -> None:
             rate = found["tokens"] / found["seconds"]
             print(
                 f"{name:5} {found['seconds']:8.2f} s {rate:12,.0f} tokens/s"
+                f" {found['cpu_seconds']:8.2f} s of CPU"
                 f" peak {found['peak_mb']:,.0f} MB"
                 f" ({found['import_mb']:,.0f} MB of it imports)"
             )
