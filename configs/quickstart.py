@@ -27,5 +27,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.allocation.batch_size = 32
     config.allocation.num_epochs = 2
     config.train.optimizer.learning_rate = 2e-3
+    config.train.eval_every = 25
     config.mesh.num_simulated_devices = 4
     return config
