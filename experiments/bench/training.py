@@ -1,0 +1,265 @@
+"""Training speed against a transformers + PyTorch loop, and the price of the weights.
+
+    python -m experiments.bench training --model DIR [--peer_python PYTHON]
+
+Both sides train the same decoder (float32, AdamW) on the same examples, in turns, in
+one run, so that whatever else the machine does meets both. Three comparisons:
+
+- the same padded batches: tokens per second, padding included;
+- our packed rows against their padded batches: label tokens per second;
+- our step with per-token weights against the same step with a plain mean: FLOPs of the
+  compiled program and median seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from clusterjax import (
+    allocation,
+    config,
+    data,
+    datatypes,
+    models,
+    optimizer,
+    progress,
+    selection,
+)
+from clusterjax import input as input_lib
+from clusterjax import mesh as mesh_lib
+from clusterjax import step as step_lib
+
+_MODEL = flags.DEFINE_string("model", None, "Hugging Face directory of the decoder.")
+_PEER = flags.DEFINE_string(
+    "peer_python", sys.executable, "Python that has torch and transformers."
+)
+_BATCH = flags.DEFINE_integer("batch_size", 8, "Examples of one step.")
+_LENGTH = flags.DEFINE_integer("max_length", 256, "Longest example, tokens.")
+_STEPS = flags.DEFINE_integer("num_steps", 4, "Different steps.")
+_ROUNDS = flags.DEFINE_integer("num_rounds", 3, "Times that every step is taken.")
+_OUTPUT = flags.DEFINE_string("output", None, "JSON file for the figures.")
+
+# Padded lengths are multiples of this, so that few programs are compiled.
+_PAD = 64
+_RATE = 1e-5
+
+Seconds = Callable[[int], float]  # step → seconds it took
+
+
+class Peer:
+    """The PyTorch loop in a process of its own; it trains when told to."""
+
+    def __init__(self, python: str, model: str, batches: Sequence[dict[str, Any]]):
+        self._process = subprocess.Popen(
+            [python, __file__.replace("training.py", "torch_loop.py"), model],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._send({"batches": batches, "rate": _RATE})
+        self.description = self._answer()
+
+    def step(self, index: int) -> float:
+        """Trains on one batch; returns its seconds."""
+        self._send(index)
+        return float(self._answer())
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._send(None)
+        self._process.wait()
+
+    def _send(self, value: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(value) + "\n")
+        self._process.stdin.flush()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the PyTorch process ended; see its message above")
+        return json.loads(line)
+
+
+class Ours:
+    """Our step, compiled for every batch shape; the state goes on from step to step."""
+
+    def __init__(self, model: Any, mesh: jax.sharding.Mesh, plain_mean: bool = False):
+        cfg = config.OptimizerConfig(learning_rate=_RATE, schedule="constant")
+        self._mesh = mesh
+        self._template, params = step_lib.split(model, mesh=mesh)
+        self._tx = optimizer.build(cfg, 1000, self._template.dimensions)
+        copies = jax.tree.map(jnp.copy, params)
+        self._state = datatypes.TrainState(jnp.int32(0), copies, self._tx.init(copies))
+        self._plain_mean = plain_mean
+        self._programs: dict[Any, Any] = {}
+
+    def step(self, batch: datatypes.Batch, label_slots: int) -> float:
+        """Trains on one batch; returns its seconds."""
+        program = self.program(batch, label_slots)
+        begin = time.perf_counter()
+        self._state, out = program(self._state, {}, batch)
+        jax.block_until_ready((self._state, out))
+        return time.perf_counter() - begin
+
+    def program(self, batch: datatypes.Batch, label_slots: int) -> Any:
+        """The compiled step of a batch shape."""
+        key = (batch.inputs.shape, label_slots)
+        if key not in self._programs:
+            sizes = step_lib.Sizes(label_slots, config.PerfConfig().vocab_chunk)
+            step = step_lib.make_step(self._template, self._tx, self._mesh, sizes)
+            if self._plain_mean:
+                step = _with_plain_mean(step)
+            places = step_lib.shardings(
+                self._template, self._tx, self._state.params, {}, self._mesh
+            )
+            jitted = step_lib.jit(step, places, self._mesh)
+            self._programs[key] = jitted.lower(self._state, {}, batch).compile()
+        return self._programs[key]
+
+
+def _with_plain_mean(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step of the mean loss over label tokens: no weights come from outside."""
+
+    def plain(state, frozen, batch):
+        mask = (batch.loss_weights != 0).astype(jnp.float32)
+        return step(state, frozen, batch._replace(loss_weights=mask / jnp.sum(mask)))
+
+    return plain
+
+
+def measure(
+    model_path: str, peer_python: str, num_steps: int, num_rounds: int
+) -> dict[str, Any]:
+    """Runs the comparisons; returns their figures."""
+    tokenizer, model = models.load(model_path)
+    corpus = _corpus(tokenizer, num_steps * _BATCH.value)
+    mesh = mesh_lib.build(config.MeshConfig(), jax.devices()[:1])
+    padded = [_padded(corpus, ids) for ids in _batches(corpus, num_steps)]
+    packed, packed_slots = _packed(corpus, mesh, num_steps)
+    ours, plain = Ours(model, mesh), Ours(model, mesh, plain_mean=True)
+    peer = Peer(peer_python, model_path, [_for_peer(batch) for batch in padded])
+    slots = [int((b.loss_weights != 0).sum()) for b in padded]
+    most = -(-max(slots) // 64) * 64
+    times: dict[str, list[float]] = {n: [] for n in ("peer", "ours", "plain", "packed")}
+    for current in range(num_rounds + 1):
+        for i, batch in enumerate(padded):
+            now = {
+                "peer": peer.step(i),
+                "ours": ours.step(batch, most),
+                "plain": plain.step(batch, most),
+                "packed": ours.step(packed[i], packed_slots),
+            }
+            progress.say(f"  round {current}, step {i}: {_seconds(now)}")
+            if current:  # the first round compiles and warms up
+                for name, seconds in now.items():
+                    times[name].append(seconds)
+    peer.close()
+    tokens = num_rounds * sum(b.inputs.size for b in padded)
+    labels = num_rounds * int(corpus.num_labels.sum())
+    flops = [p.program(padded[0], most).cost_analysis()["flops"] for p in (ours, plain)]
+    total = {name: sum(seconds) for name, seconds in times.items()}
+    ratios = [a / b for a, b in zip(times["ours"], times["plain"], strict=True)]
+    return {
+        "peer": peer.description,
+        "jax": jax.__version__,
+        "padded_tokens_per_second": {n: tokens / total[n] for n in ("peer", "ours")},
+        "padded_ratio": total["peer"] / total["ours"],
+        "label_tokens_per_second": {n: labels / total[n] for n in ("peer", "packed")},
+        "packed_ratio": total["peer"] / total["packed"],
+        "weighted_flops_over_plain": flops[0] / flops[1],
+        "weighted_seconds_over_plain": statistics.median(ratios),
+        "seconds": times,
+    }
+
+
+def _corpus(tokenizer: Any, count: int) -> datatypes.Corpus:
+    source = config.SourceConfig(path="builtin:stdlib_functions", max_examples=count)
+    cfg = config.DataConfig(sources=(source,), max_length=_LENGTH.value)
+    corpus = data.load(cfg, tokenizer)
+    if corpus.num_examples < count:
+        raise SystemExit(f"only {corpus.num_examples} of {count} examples; fewer steps")
+    return corpus
+
+
+def _batches(corpus: datatypes.Corpus, num_steps: int) -> list[np.ndarray]:
+    order = np.random.default_rng(0).permutation(corpus.num_examples)
+    return list(order[: num_steps * _BATCH.value].reshape(num_steps, _BATCH.value))
+
+
+def _padded(corpus: datatypes.Corpus, ids: np.ndarray) -> datatypes.Batch:
+    """One example a row, padded to the longest of the batch (a multiple of `_PAD`)."""
+    width = -(-int(corpus.lengths[ids].max()) // _PAD) * _PAD
+    shape = (1, len(ids), width)
+    inputs, targets, segments, positions = (np.zeros(shape, np.int32) for _ in range(4))
+    weights = np.zeros(shape, np.float32)
+    example = np.full(shape, -1, np.int32)
+    for row, i in enumerate(ids):
+        tokens, is_label = corpus.example(int(i))
+        n = len(tokens)
+        inputs[0, row, :n], segments[0, row, :n], example[0, row, :n] = tokens, 1, i
+        positions[0, row, :n] = np.arange(n)
+        targets[0, row, : n - 1] = tokens[1:]
+        weights[0, row, : n - 1] = is_label[1:]
+    weights /= weights.sum()
+    return datatypes.Batch(inputs, targets, segments, positions, weights, example)
+
+
+def _packed(
+    corpus: datatypes.Corpus, mesh: jax.sharding.Mesh, num_steps: int
+) -> tuple[list[datatypes.Batch], int]:
+    """The same examples as the planner packs them, as many to a step."""
+    cfg = config.SelectionConfig(method="full", weighting="none")
+    plan = selection.select(None, None, cfg, corpus=corpus)
+    settings = config.AllocationConfig(
+        batch_size=_BATCH.value, num_epochs=1, row_length=2 * _LENGTH.value
+    )
+    schedule = allocation.allocate(plan, corpus.lengths, corpus.num_labels, settings)
+    layout = input_lib.Layout(schedule, corpus, mesh)
+    batches = [
+        input_lib.put(layout.rows(i, (0,)).batch, mesh, (0,)) for i in range(num_steps)
+    ]
+    return batches, layout.label_slots
+
+
+def _for_peer(batch: datatypes.Batch) -> dict[str, Any]:
+    labels = np.where(batch.loss_weights != 0, batch.targets, -100)
+    return {
+        "input_ids": batch.inputs[0].tolist(),
+        "attention_mask": batch.segment_ids[0].tolist(),
+        # Shifted already: label t is the next token.
+        "next_token": labels[0].tolist(),
+    }
+
+
+def _seconds(times: dict[str, float]) -> str:
+    return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items())
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures, prints and writes the figures."""
+    del argv
+    if not _MODEL.value:
+        raise SystemExit("--model DIR is needed: a Hugging Face directory")
+    found = measure(_MODEL.value, _PEER.value, _STEPS.value, _ROUNDS.value)
+    if _OUTPUT.value:
+        with open(_OUTPUT.value, "w") as file:
+            json.dump(found, file, indent=2)
+    found.pop("seconds")
+    progress.say(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    app.run(main)
