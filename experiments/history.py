@@ -18,8 +18,9 @@ class Point:
       seconds: since the run started, the stages before training counted.
       label_tokens: label tokens trained on so far.
       loss: nats per label token (training: ℒ, the weighted loss that is minimised).
-      sources: held-out: loss of each source.
+      sources: loss of each source.
       groups: held-out: loss of each ground-truth group.
+      clusters: training: loss of each cluster in this step.
     """
 
     step: int
@@ -28,6 +29,7 @@ class Point:
     loss: float
     sources: dict[str, float] = dataclasses.field(default_factory=dict)
     groups: dict[str, float] = dataclasses.field(default_factory=dict)
+    clusters: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def mean_over_sources(self) -> float:
@@ -61,7 +63,14 @@ def build(
     lines = {kind: _by_step(metrics, kind) for kind in ("train", "eval")}
     labels = {line["step"]: int(line["labels"]) for line in lines["train"]}
     training = tuple(
-        Point(line["step"], before + line["time"], int(line["labels"]), line["loss"])
+        Point(
+            line["step"],
+            before + line["time"],
+            int(line["labels"]),
+            line["loss"],
+            _losses(line.get("sources", {})),
+            clusters=_losses(line.get("clusters", {})),
+        )
         for line in lines["train"]
         if line["loss"] is not None
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 import subprocess
 
 import numpy as np
@@ -110,6 +111,20 @@ def test_budgets_multiply_all_methods_but_full(base):
 def test_impossible_comparisons_are_named(base, changes, text):
     with pytest.raises(errors.ConfigError, match=text):
         grid.trials(_comparison(base, **changes))
+
+
+@pytest.mark.parametrize("name", ["quickstart", "methods", "ablations"])
+def test_the_configs_that_come_along(name, monkeypatch):
+    monkeypatch.chdir(pathlib.Path(__file__).parent.parent)
+    made = grid.load(f"configs/compare_{name}.py")
+    planned = grid.trials(made)
+    assert len(planned) == len(made.methods) * len(made.seeds)
+    assert planned[0].method == made.budget_of
+    configs = [
+        grid.trial_config(made, grid.with_size(trial, made, 700, 0.2))
+        for trial in planned
+    ]
+    assert len({config.fingerprint(cfg) for cfg in configs}) == len(planned)
 
 
 def test_keys_from_the_command_line():
@@ -276,7 +291,7 @@ def test_a_failed_run_shows_its_last_lines(base, tmp_path, monkeypatch):
         return subprocess.CompletedProcess(command, 2)
 
     monkeypatch.setattr(compare.subprocess, "run", fail)
-    with pytest.raises(errors.UserError, match="data.sources is empty"):
+    with pytest.raises(errors.UserError, match=r"data\.sources is empty"):
         compare.Runner(_comparison(base), tmp_path / "runs").run_all()
 
 

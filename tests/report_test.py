@@ -100,6 +100,7 @@ def test_summary_numbers(record, page):
     text = " ".join("".join(_parse(page).text).split())
     kept = len(np.unique(record.plan.example_id))
     assert f"{kept} of 300" in text
+    assert "Training loss by cluster" in text
     assert "4.000 → 2.000" in text and "−50.0 %" in text
     assert "1 min 40 s" in text and "8.0 s (8 %) for the selection" in text
 

@@ -116,7 +116,9 @@ def metrics(num_steps: int) -> list[dict]:
         return {"step": step, "kind": "eval", **values}
 
     def train(step: int) -> dict:
+        clusters = {str(c): {"loss": 3 / step + c, "labels": 9} for c in range(4)}
         values = {"loss": 3 / step + 1, "labels": 100 * step, "time": 1.0 * step}
+        values["clusters"] = clusters
         return {"step": step, "kind": "train", **values}
 
     lines = [train(step) for step in range(1, num_steps + 1)]

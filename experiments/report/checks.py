@@ -167,11 +167,15 @@ def settings(record: record_lib.RunRecord) -> str:
     default, chosen = flat(config_lib.Config()), flat(record.config)
     source = flat(config_lib.SourceConfig(), "source")
     meanings = {name: text for name, _, _, text in config_lib.describe()}
+    of_source = {
+        name: text for name, _, _, text in config_lib.describe(config_lib.SourceConfig)
+    }
     rows = []
     for name, value in chosen.items():
         usual = default.get(name, source.get("source." + name.rpartition(".")[2]))
         if value != usual:
-            rows.append((name, repr(value), repr(usual), meanings.get(name, "")))
+            meaning = meanings.get(name) or of_source.get(name.rpartition(".")[2], "")
+            rows.append((name, repr(value), repr(usual), meaning))
     body = (
         style.table(("key", "this run", "default", "meaning"), rows)
         if rows

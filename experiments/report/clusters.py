@@ -75,9 +75,11 @@ def _story(record: record_lib.RunRecord) -> str:
     else:
         moved = int(np.abs(clusters.floor_sizes - clusters.sizes).sum()) // 2
         lines.append(
-            f"Capacity: {clusters.capacity:,} ({settings.capacity_factor:g} · N/K); at"
-            f" least {moved:,} examples had to move."
+            f"Capacity: {clusters.capacity:,} ({settings.capacity_factor:g} · N/K);"
+            f" {style.plural(moved, 'example')} or more had to move."
         )
+    if record.plan is not None:
+        lines += [f"Plan: {note}" for note in record.plan.notes]
     return "".join(f"<p>{style.escape(line)}</p>" for line in lines)
 
 

@@ -57,6 +57,33 @@ for (const span of spans) span.visible = name === "seconds";
     return layouts.column(choice, plot, sizing_mode="stretch_width")
 
 
+def by_cluster(record: record_lib.RunRecord) -> models.LayoutDOM | None:
+    """Smoothed training loss of each cluster over steps; None without figures."""
+    points = [point for point in record.history.training if point.clusters]
+    if len(points) < 3:
+        return None
+    plot = plotting.figure(
+        height=300,
+        sizing_mode="stretch_width",
+        tools="pan,box_zoom,reset,save",
+        x_axis_label=_AXES[1][1],
+        y_axis_label="Training loss (nats per label token)",
+    )
+    plots.dress(plot)
+    for name in sorted(points[-1].clusters, key=int):
+        inside = [point for point in points if name in point.clusters]
+        plot.line(
+            [point.step for point in inside],
+            smoothed([point.clusters[name] for point in inside]),
+            line_width=2,
+            color=style.color(int(name)),
+            line_dash="solid" if int(name) < len(style.PALETTE) else "dashed",
+            legend_label=f"cluster {name}",
+        )
+    plots.dress_legend(plot)
+    return plot
+
+
 def _stage_spans(record: record_lib.RunRecord, plot: plotting.figure) -> list[Any]:
     """Shades the stages before training along the time axis."""
     spans, begin = [], 0.0

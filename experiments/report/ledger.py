@@ -56,6 +56,20 @@ def panel(record: record_lib.RunRecord) -> str:
         for line in record.ledger
     ]
     rows.append(("<b>total</b>", f"{total:,.1f}", "", ""))
-    return style.stacked_bar(parts, height=26) + style.table(
+    text = style.stacked_bar(parts, height=26) + style.table(
         ("stage", "seconds", "of total", "what it did"), rows, numeric=(1, 2), raw=(0,)
     )
+    return text + _training_parts(record)
+
+
+def _training_parts(record: record_lib.RunRecord) -> str:
+    """What the seconds of training went into."""
+    seconds = record.summary.get("train_seconds_by_part", {})
+    if not seconds:
+        return ""
+    total = sum(seconds.values()) or 1.0
+    parts = ", ".join(
+        f"{name} {value:,.1f} s ({style.percent(value / total, 0)})"
+        for name, value in sorted(seconds.items(), key=lambda item: -item[1])
+    )
+    return style.note(f"Training by part: {parts}.")

@@ -97,14 +97,20 @@ def _add_result(page: Page, record: record_lib.RunRecord) -> None:
     if not record.metrics:
         return
     legend = curves.stage_legend(record)
+    body = page.figure("curves", curves.figure(record)) + legend
+    by_cluster = curves.by_cluster(record)
+    if by_cluster is not None:
+        body += (
+            "<h3>Training loss by cluster, smoothed</h3>"
+            + page.figure("by-cluster", by_cluster)
+            + style.note("Click a name in the legend to hide its line.")
+        )
     page.add(
         "loss",
         "Loss",
         "Held-out loss is never weighted. On the time axis the shaded stages before"
         " training count too: that is the price of the selection.",
-        page.figure("curves", curves.figure(record))
-        + legend
-        + curves.per_source(record),
+        body + curves.per_source(record),
     )
 
 

@@ -1,0 +1,46 @@
+"""The main methods at equal budget on the embedded model and data, five paired seeds.
+
+    python -m experiments.compare --config configs/compare_methods.py
+
+The budget is what the paper's setting keeps (quota `min`, ratio 1.0). `--methods` and
+`--seeds` run a part; a second start goes on where the first one stopped.
+"""
+
+from experiments import grid
+
+_BALANCED = {
+    "selection.quota": "waterfill",
+    "selection.keep": "herding",
+    "selection.share": "tokens",
+}
+
+
+def get_config() -> grid.Comparison:
+    return grid.Comparison(
+        base="configs/quickstart.py",
+        methods={
+            "paper": {},
+            "full": {"selection.method": "full"},
+            "random": {"selection.method": "random"},
+            "stratified": {"selection.method": "stratified"},
+            "uniform": {"selection.method": "uniform"},
+            "highest loss": {"selection.method": "highest_loss"},
+            "k-center": {"selection.method": "k_center"},
+            "near duplicates": {"selection.method": "near_duplicate"},
+            "target": {
+                "selection.method": "target",
+                "selection.target_source": "skills",
+            },
+            "herding, proxy": {**_BALANCED, "allocation.order": "herded"},
+            "herding, probe": {
+                **_BALANCED,
+                "allocation.order": "herded",
+                "features.kind": "probe",
+                "features.dim": 1024,
+            },
+        },
+        seeds=(0, 1, 2, 3, 4),
+        budget_of="paper",
+        finished=("runs/quickstart",),
+        mechanism=True,
+    )
