@@ -89,7 +89,12 @@ def _load(run: Run) -> None:
     config = run.config
     with run.ledger.stage("data") as entry:
         run.tokenizer, run.model = models.load(
-            config.model.path, dtype=config.model.param_dtype, mesh=run.mesh
+            config.model.path,
+            config.model.param_dtype,
+            run.mesh,
+            compute_dtype=config.model.compute_dtype,
+            remat=config.perf.remat,
+            allow_replication=config.mesh.allow_replication,
         )
         folder = run.folder / "data"
         run.corpus = data.load(config.data, run.tokenizer, directory=folder)
