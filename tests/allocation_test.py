@@ -1,6 +1,7 @@
 """Schedules: hand-worked examples, look-ups, placements, row assembly, errors."""
 
 import dataclasses
+import pathlib
 import time
 
 import numpy as np
@@ -17,6 +18,8 @@ from clusterjax import (
     subset,
 )
 from clusterjax.allocation import herded, membership, placement, rows, weights
+
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "schedule"
 
 
 def _schedule(sizes, *, lengths=None, num_labels=None, plan_settings=None, **settings):
@@ -134,7 +137,7 @@ def test_more_shards_than_examples_in_the_last_step():
         shapes.add(batch.inputs.shape)
         assert batch.loss_weights[batch.example_id == -1].sum() == 0
         assert batch.loss_weights.sum() == pytest.approx(1.0, rel=1e-6)
-    assert shapes == {(1, 4, schedule.row_length)}
+    assert shapes == {(1, 4, schedule.layout(4).row_length)}
 
 
 def test_the_plan_of_four_devices_runs_on_one():
@@ -281,19 +284,18 @@ def test_dedicated_names_spread_when_it_is_impossible():
         equal.rows_needed(4)
 
 
-def _lengths(count, seed):
-    """Long-tailed token counts, as instruction data has them."""
-    rng = np.random.default_rng(seed)
-    return np.clip(rng.lognormal(4.5, 0.7, count), 12, 512).astype(np.int64)
+def _quickstart():
+    """Tokens and label tokens of the quickstart's 4,139 examples."""
+    stored = np.load(GOLDEN / "quickstart_lengths.npz")
+    return stored["lengths"].astype(np.int64), stored["num_labels"].astype(np.int64)
 
 
 @pytest.mark.parametrize("num_shards", [2, 4, 8, 16])
 def test_tokens_are_balanced_between_shards(num_shards):
-    lengths = _lengths(32 * num_shards * 20, num_shards)
-    cluster = np.sort(
-        np.random.default_rng(0).integers(0, 6, (20, 32 * num_shards)), axis=1
-    )
-    length = lengths.reshape(cluster.shape)
+    lengths, _ = _quickstart()
+    rng = np.random.default_rng(num_shards)
+    length = rng.choice(lengths, (20, 32 * num_shards))
+    cluster = np.sort(rng.integers(0, 6, length.shape), axis=1)
     shard = placement.spread(cluster, length, num_shards)
     load = np.array(
         [np.bincount(s, n, minlength=num_shards) for s, n in zip(shard, length)]
@@ -305,13 +307,44 @@ def test_tokens_are_balanced_between_shards(num_shards):
     assert (plain.max(1) / plain.mean(1)).mean() > 1.06
 
 
-def test_best_fit_rows_are_nearly_full():
-    length = _lengths(256 * 12, 3).reshape(12, 256)
-    shard = placement.spread(np.zeros_like(length), length, 4)
-    row, start = rows.best_fit(shard, length, 4, 512)
-    used = (row.max(1) + 1) * 4
-    assert (length.sum(1) / (used * 512)).mean() >= 0.93
-    assert (start + length <= 512).all()
+def _quickstart_figures(batch_size, even_steps=True):
+    lengths, labels = _quickstart()
+    sizes = [1500, 1200, 900, 539]
+    plan = planning_cases.plan(sizes, num_labels=labels, keep="random", ratio=0.7)
+    cfg = config.AllocationConfig(batch_size=batch_size, even_steps=even_steps)
+    return allocation.measure(allocation.allocate(plan, lengths, labels, cfg), 4)
+
+
+def test_packed_rows_are_full_and_few_are_empty():
+    figures = _quickstart_figures(batch_size=256)  # 64 examples per shard
+    assert figures.row_fill >= 0.95 and figures.empty_rows <= 0.1
+    assert figures.token_imbalance <= 1.03
+    assert figures.fill >= 0.9
+    # A small batch can't fill its last rows, but still holds few empty ones.
+    small = _quickstart_figures(batch_size=32)
+    assert small.fill >= 0.75 and small.empty_rows <= 0.1
+
+
+def test_even_steps_hold_equally_many_tokens():
+    spread = []
+    for even in (True, False):
+        schedule = _schedule([400, 300], batch_size=28, even_steps=even)
+        labels = schedule.num_labels[schedule.members(0)].sum(1)
+        spread.append(labels.std() / labels.mean())
+    assert spread[0] < 0.25 * spread[1]
+
+
+def test_even_steps_are_unbiased():
+    # Every entry meets every step equally often: 6 steps, 3,000 epochs.
+    count = np.zeros((30, 6))
+    size = np.arange(30)
+    for epoch in range(3000):
+        members = membership.epoch_members(
+            np.zeros(30, int), np.array([30]), np.arange(30), 5, 0, epoch, size
+        )
+        count[members, np.arange(6)[:, None]] += 1
+    # 500 expected, standard deviation 20; 180 cells stay within 4.5 deviations.
+    assert np.abs(count - 500).max() < 92
 
 
 def test_best_fit_by_hand():
@@ -338,7 +371,7 @@ def test_sizes_known_ahead_hold_for_every_step(packing):
             most_labels = max(most_labels, int(np.bincount(cell, labels).max()))
         assert (most_rows, most_labels) == (needed, slots)
     with pytest.raises(errors.PlanError, match="too few"):
-        schedule.place(0, 1, 1, num_rows=schedule.rows_used(1)[0] - 1)
+        schedule.place(0, 1, 1, num_rows=schedule.layout(1).rows_used[0] - 1)
 
 
 # Rows.

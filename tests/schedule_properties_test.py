@@ -36,6 +36,7 @@ def cases(draw):
         num_epochs=float(draw(st.integers(1, 3))),
         last_step=draw(st.sampled_from(["pad", "pad", "drop"])),
         packing=draw(st.booleans()),
+        even_steps=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32)),
     )
     return sizes, settings, cfg, draw(st.integers(1, 12)), draw(st.integers(1, 4))

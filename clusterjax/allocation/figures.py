@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from clusterjax import datatypes, errors
-from clusterjax.allocation import membership, schedule, weights
+from clusterjax.allocation import layout, membership, schedule, weights
 
 _NOISE_STEPS = 200
 
@@ -102,9 +102,8 @@ def measure(
     members_SB = plan_schedule.members(0)
     used_SB = members_SB >= 0
     clusters_S = _clusters_per_step(members_SB, plan.cluster_id)
-    shape, row_fill, empty, fill, imbalance_S = _rows(
-        plan_schedule, num_shards, num_micro_steps
-    )
+    placed = plan_schedule.layout(num_shards, num_micro_steps)
+    row_fill, empty, fill, imbalance_S = _rows(plan_schedule, placed)
     noise, steps = (None, 0)
     if feats is not None:
         noise, steps = _noise(plan_schedule, feats)
@@ -125,7 +124,7 @@ def measure(
         row_fill=row_fill,
         empty_rows=empty,
         fill=fill,
-        shape=shape,
+        shape=placed.shape,
         noise=noise,
         noise_kind="" if feats is None else feats.kind,
         noise_steps=steps,
@@ -151,13 +150,11 @@ def _effective_size(
 
 
 def _rows(
-    plan_schedule: schedule.Schedule, num_shards: int, num_micro_steps: int | None
-) -> tuple[tuple[int, int, int], float, float, float, np.ndarray]:
-    """(shape, fill of rows in use, share of empty rows, fill, imbalance [S])."""
-    micro_steps = num_micro_steps or plan_schedule.config.accumulation_steps
-    num_rows = plan_schedule.rows_needed(num_shards, micro_steps)
-    shard_SB, row_SB, _ = plan_schedule.placed(0, num_shards)
-    members_SB = plan_schedule.members(0)
+    plan_schedule: schedule.Schedule, placed: layout.Layout
+) -> tuple[float, float, float, np.ndarray]:
+    """(fill of rows in use, share of empty rows, fill, imbalance [S])."""
+    shard_SB, row_SB, _ = placed.epoch(0)
+    members_SB, num_shards = plan_schedule.members(0), placed.num_shards
     step, slot = np.nonzero(members_SB >= 0)
     length = plan_schedule.length[members_SB[step, slot]]
     cell = step * num_shards + shard_SB[step, slot]
@@ -165,11 +162,10 @@ def _rows(
     load_SR = load.reshape(len(members_SB), num_shards)
     most = int(row_SB.max()) + 1
     rows = len(np.unique(cell * most + row_SB[step, slot]))
-    shape = (micro_steps, num_shards * num_rows, plan_schedule.row_length)
-    all_rows = len(members_SB) * micro_steps * num_shards * num_rows
-    tokens, width = int(length.sum()), plan_schedule.row_length
+    micro_steps, step_rows, width = placed.shape
+    all_rows = len(members_SB) * micro_steps * step_rows
+    tokens = int(length.sum())
     return (
-        shape,
         tokens / (rows * width),
         1 - rows / all_rows,
         tokens / (all_rows * width),

@@ -19,7 +19,7 @@ import numpy as np
 
 from clusterjax import shuffling
 
-_ENTRIES, _CLUSTERS, _STEPS, _LAST = range(0xA110C, 0xA110C + 4)
+_ENTRIES, _CLUSTERS, _STEPS, _LAST, _STRATA = range(0xA110C, 0xA110C + 5)
 
 
 def num_steps(num_entries: int, batch_size: int, last_step: str) -> int:
@@ -67,12 +67,17 @@ def epoch_members(
     batch_size: int,
     seed: int,
     epoch: int,
+    size_M: np.ndarray | None = None,
 ) -> np.ndarray:
     """The entries of every step of an epoch, those of a cluster side by side.
 
     The entries are laid out cluster by cluster on a line, and position p goes to step
     p mod S: consecutive positions of a cluster meet every step equally (± 1). Order of
     clusters, steps and entries is drawn by (seed, epoch).
+
+    With `size_M`, entries of a cluster are laid out by size, S at a time in random
+    order: every step draws one from each such stratum, so that steps hold about equally
+    many tokens. Each entry is still in each step with equal probability.
 
     Args:
       cluster_id_M: int [M].
@@ -81,6 +86,7 @@ def epoch_members(
       batch_size: B.
       seed: seed of the order.
       epoch: from 0.
+      size_M: int [M], e.g. label tokens; None: no strata.
 
     Returns:
       int32 [⌈M/B⌉, B] entries in [0, M), −1 after the end of an incomplete last step.
@@ -97,6 +103,9 @@ def epoch_members(
     )
     full, last = _split_last(line, quota_K[order_K], last_K[order_K])
     full_steps = len(full) // batch_size
+    if size_M is not None and full_steps:
+        rest = (quota_K - last_K)[order_K]
+        full = _by_strata(full, rest, full_steps, size_M, ids_M, (seed, epoch))
     steps_SB = full.reshape(batch_size, full_steps).T
     steps_SB = steps_SB[
         shuffling.random_order(np.arange(full_steps), seed, epoch, _STEPS)
@@ -128,6 +137,43 @@ def _by_cluster_then_random(
     keys_M = shuffling.random_keys(ids_M, seed, epoch, _ENTRIES) >> np.uint64(bits)
     keys_M |= rank_K[cluster_id_M] << np.uint64(64 - bits)
     return np.argsort(keys_M, kind="stable").astype(np.int32)
+
+
+def _by_strata(
+    line: np.ndarray,
+    quota: np.ndarray,
+    num_steps: int,
+    size_M: np.ndarray,
+    ids_M: np.ndarray,
+    salts: tuple[int, int],
+) -> np.ndarray:
+    """Lays out each cluster's block of the line in strata of equal sizes.
+
+    The first q_c mod S entries, drawn at random, stay where they are; the others are
+    sorted by size and cut into strata of S, each in random order.
+
+    Args:
+      line: entries, cluster by cluster, at random inside them.
+      quota: entries of each cluster, in the order of the line.
+      num_steps: S.
+    """
+    begin = np.repeat(np.cumsum(quota) - quota + quota % num_steps, quota)
+    position = np.arange(len(line)) - begin
+    where = np.flatnonzero(position >= 0)
+    block = np.repeat(np.arange(len(quota)), quota)[where]
+    entry = line[where]
+    widest = int(size_M.max(initial=0)) + 1
+    order = np.argsort(block * widest + size_M[entry], kind="stable")
+    entry = entry[order]
+    # The block's entries now lie by size: every S of them are one stratum.
+    keys = shuffling.random_keys(ids_M[entry], *salts, _STRATA)
+    stratum = np.arange(len(entry)) // num_steps
+    bits = max(int(len(entry) // num_steps).bit_length(), 1)
+    keys >>= np.uint64(bits)
+    keys |= stratum.astype(np.uint64) << np.uint64(64 - bits)
+    result = line.copy()
+    result[where] = entry[np.argsort(keys, kind="stable")]
+    return result
 
 
 def _split_last(

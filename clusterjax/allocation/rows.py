@@ -9,7 +9,10 @@ import itertools
 
 import numpy as np
 
+from clusterjax import shuffling
+
 _CELLS = 4_000_000  # numbers in one work array
+_ORDERS = 8  # tried where best-fit decreasing leaves room
 
 
 def one_per_row(shard_SB: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -33,6 +36,8 @@ def best_fit(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Best-fit decreasing: the longest first, each into the fullest row it fits.
 
+    Where a shard needs more rows than its tokens fill, a few other orders are tried.
+
     Args:
       shard_SB: int [S, B], −1 = no example.
       length_SB: int [S, B] tokens, at most `row_length`.
@@ -52,57 +57,91 @@ def best_fit(
     chunk = max(_CELLS // (shard_SB.shape[1] * max(num_shards, 4)), 1)
     for begin in range(0, len(shard_SB), chunk):
         part = slice(begin, begin + chunk)
-        _pack(
-            shard_SB[part],
-            length_SB[part],
-            num_shards,
-            row_length,
-            row_SB[part],
-            start_SB[part],
+        row_SB[part], start_SB[part] = _best_of_orders(
+            shard_SB[part], length_SB[part], num_shards, row_length
         )
     return row_SB, start_SB
+
+
+def _best_of_orders(
+    shard_SB: np.ndarray, length_SB: np.ndarray, num_shards: int, row_length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(row, start), from the order that needs the fewest rows in each shard."""
+    row_SB, start_SB = _pack(shard_SB, length_SB, length_SB, num_shards, row_length)
+    tokens_SR = _per_shard(np.add, shard_SB, length_SB, num_shards)
+    least_SR = -(-tokens_SR // row_length)
+    used_SR = _per_shard(np.maximum, shard_SB, row_SB + 1, num_shards)
+    for attempt in range(_ORDERS):
+        again = np.flatnonzero((used_SR > least_SR).any(1))
+        if not len(again):
+            break
+        shard, length = shard_SB[again], length_SB[again]
+        # Lengths, each made up to a half longer, give an order that is still nearly
+        # decreasing.
+        noise = shuffling.random_keys(np.arange(shard.size), attempt) % np.uint64(128)
+        key = length * (256 + noise.astype(np.int64).reshape(shard.shape))
+        row, start = _pack(shard, length, key, num_shards, row_length)
+        used = _per_shard(np.maximum, shard, row + 1, num_shards)
+        better = used < used_SR[again]
+        take = better[np.arange(len(again))[:, None], shard] & (shard >= 0)
+        row_SB[again] = np.where(take, row, row_SB[again])
+        start_SB[again] = np.where(take, start, start_SB[again])
+        used_SR[again] = np.minimum(used, used_SR[again])
+    return row_SB, start_SB
+
+
+def _per_shard(
+    combine: np.ufunc, shard_SB: np.ndarray, value_SB: np.ndarray, num_shards: int
+) -> np.ndarray:
+    """int64 [S, R]: the values of each shard's examples, combined; 0 without any."""
+    result_SR = np.zeros((len(shard_SB), num_shards), np.int64)
+    step, slot = np.nonzero(shard_SB >= 0)
+    at = step, shard_SB[step, slot]
+    combine.at(result_SR, at, value_SB[step, slot])
+    return result_SR
 
 
 def _pack(
     shard_SB: np.ndarray,
     length_SB: np.ndarray,
+    key_SB: np.ndarray,
     num_shards: int,
     row_length: int,
-    row_SB: np.ndarray,
-    start_SB: np.ndarray,
-) -> None:
-    """Fills `row_SB`, `start_SB` in place; a bin of rows for each (step, shard)."""
-    order, position = _rank_in_shard(shard_SB, -length_SB)
+) -> tuple[np.ndarray, np.ndarray]:
+    """(row, start): best fit in order of falling keys, in each (step, shard) apart."""
+    row_SB = np.full(shard_SB.shape, -1, np.int32)
+    start_SB = np.full(shard_SB.shape, -1, np.int32)
+    order, position = _rank_in_shard(shard_SB, -key_SB)
     step, slot = np.nonzero(np.take_along_axis(shard_SB, order, 1) >= 0)
-    item = order[step, slot]
+    # All first items of their shards, then all second ones, …: a shard once in a turn.
     turn = position[step, slot]
-    bin_of = step * num_shards + shard_SB[step, item]
-    # All first items of their shards, then all second ones, …: a bin once in a turn.
     by_turn = np.argsort(turn, kind="stable")
-    step, item, bin_of, turn = (
-        step[by_turn],
-        item[by_turn],
-        bin_of[by_turn],
-        turn[by_turn],
-    )
-    edges = np.searchsorted(turn, np.arange(turn.max(initial=-1) + 2))
+    step, item = step[by_turn], order[step, slot][by_turn]
+    bin_of = step * num_shards + shard_SB[step, item]
+    length_of = length_SB[step, item].astype(np.int32)
+    edges = np.searchsorted(turn[by_turn], np.arange(turn.max(initial=-1) + 2))
     free = np.full((len(shard_SB) * num_shards, 1), row_length, np.int32)
     for first, last in itertools.pairwise(edges):
         part = slice(first, last)
-        length = length_SB[step[part], item[part]].astype(np.int32)
-        left = free[bin_of[part]]
-        left = np.where(left >= length[:, None], left, row_length + 1)
-        row = left.argmin(1)
-        if (left[np.arange(len(row)), row] > row_length).any():
-            more = np.full(
-                (len(free), max(free.shape[1] // 2, 1)), row_length, np.int32
-            )
+        bins, length = bin_of[part], length_of[part]
+        row, fits = _fullest(free[bins], length, row_length)
+        if not fits:
+            more = np.full((len(free), free.shape[1] // 2 + 1), row_length, np.int32)
             free = np.concatenate([free, more], axis=1)
-            left = free[bin_of[part]]
-            row = np.where(left >= length[:, None], left, row_length + 1).argmin(1)
+            row, _ = _fullest(free[bins], length, row_length)
         row_SB[step[part], item[part]] = row
-        start_SB[step[part], item[part]] = row_length - free[bin_of[part], row]
-        free[bin_of[part], row] -= length
+        start_SB[step[part], item[part]] = row_length - free[bins, row]
+        free[bins, row] -= length
+    return row_SB, start_SB
+
+
+def _fullest(
+    free: np.ndarray, length: np.ndarray, row_length: int
+) -> tuple[np.ndarray, bool]:
+    """The fullest row that each example fits in, and whether all found one."""
+    left = np.where(free >= length[:, None], free, row_length + 1)
+    row = left.argmin(1)
+    return row, bool((left[np.arange(len(row)), row] <= row_length).all())
 
 
 def _rank_in_shard(

@@ -9,11 +9,9 @@ import numpy as np
 
 from clusterjax import config, datatypes, errors, files, rational, steps
 from clusterjax import plan as plans
-from clusterjax.allocation import herded, membership, placement, rows, weights
+from clusterjax.allocation import herded, layout, membership, weights
 
-_BLOCK = 64  # steps that are placed together
 _EPOCHS_CACHED = 2
-_BLOCKS_CACHED = 8
 
 
 class Schedule:
@@ -27,7 +25,6 @@ class Schedule:
       config: allocation settings.
       length: int64 [M], tokens of each kept entry.
       num_labels: int64 [M], label tokens of each kept entry.
-      row_length: T.
       steps_per_epoch: S.
       num_steps: steps of the whole run.
     """
@@ -43,7 +40,7 @@ class Schedule:
         self.config = cfg
         self.length = np.asarray(length_M, np.int64)
         self.num_labels = np.asarray(num_labels_M, np.int64)
-        self.row_length = _row_length(self.length, cfg)
+        layout.check_row_length(self.length, cfg)
         self.steps_per_epoch = membership.num_steps(
             plan.num_kept, cfg.batch_size, cfg.last_step
         )
@@ -51,8 +48,7 @@ class Schedule:
         self._ids = plan.example_id * 1024 + plan.copy_number
         self._user_weight = plan.user_weight[plan.entry]
         self._epochs: collections.OrderedDict = collections.OrderedDict()
-        self._blocks: collections.OrderedDict = collections.OrderedDict()
-        self._sizes: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._layouts: dict[tuple[int, int], layout.Layout] = {}
 
     def __len__(self) -> int:
         return self.num_steps
@@ -70,6 +66,7 @@ class Schedule:
         """Hash of what decides membership and weights (placement does not)."""
         cfg = self.config
         text = f"{cfg.batch_size}/{cfg.order}/{cfg.herding_pool}/{cfg.last_step}"
+        text += f"/{cfg.even_steps}"
         return files.hash_arrays(
             self.plan.fingerprint, f"{text}/{cfg.seed}", self.num_labels
         )
@@ -121,66 +118,24 @@ class Schedule:
         Raises:
           errors.PlanError: the step does not fit in `num_rows`.
         """
-        micro_steps = num_micro_steps or self.config.accumulation_steps
-        num_rows = num_rows or self.rows_needed(num_shards, micro_steps)
-        members = self.step(step)
-        epoch, index = self._locate(step)
-        block = self._place_block(epoch, index // _BLOCK, num_shards)
-        used = slice(0, len(members.entry))
-        shard, row, start = (part[index % _BLOCK, used] for part in block)
-        if len(row) and int(row.max()) >= num_rows * micro_steps:
-            raise errors.PlanError(
-                f"step {step} needs {int(row.max()) + 1} rows on a shard;"
-                f" {num_rows} rows × {micro_steps} micro-steps are too few"
-            )
-        return steps.Placement(
-            step=members,
-            length=self.length[members.entry],
-            shard=shard,
-            micro_step=row % micro_steps,
-            row=row // micro_steps,
-            start=start,
-            segment=_segments(shard, row, start),
-            num_shards=num_shards,
-            num_micro_steps=micro_steps,
-            num_rows=num_rows,
-            row_length=self.row_length,
-        )
+        return self.layout(num_shards, num_micro_steps).place(step, num_rows)
+
+    def layout(
+        self, num_shards: int, num_micro_steps: int | None = None
+    ) -> layout.Layout:
+        """Rows, row length and label slots of all batches on `num_shards` shards."""
+        key = num_shards, num_micro_steps or self.config.accumulation_steps
+        if key not in self._layouts:
+            self._layouts[key] = layout.Layout(self, *key)
+        return self._layouts[key]
 
     def rows_needed(self, num_shards: int, num_micro_steps: int | None = None) -> int:
         """L: rows per shard and micro-step that every step of the run fits in."""
-        micro_steps = num_micro_steps or self.config.accumulation_steps
-        return -(-int(self.rows_used(num_shards, micro_steps).max()) // micro_steps)
+        return self.layout(num_shards, num_micro_steps).num_rows
 
     def labels_needed(self, num_shards: int, num_micro_steps: int | None = None) -> int:
         """Most label tokens on one shard in one micro-step, over the run."""
-        return int(self._all_sizes(num_shards, num_micro_steps)[1].max())
-
-    def rows_used(
-        self, num_shards: int, num_micro_steps: int | None = None
-    ) -> np.ndarray:
-        """int64 [steps of the run], rows in use on the fullest shard of each step."""
-        return self._all_sizes(num_shards, num_micro_steps)[0]
-
-    def _all_sizes(
-        self, num_shards: int, num_micro_steps: int | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, labels) of the fullest shard of each step; places the whole run."""
-        key = num_shards, num_micro_steps or self.config.accumulation_steps
-        if key not in self._sizes:
-            same = self.config.order == "herded"
-            epochs = range(1 if same else self.num_epochs)
-            parts = [self._epoch_sizes(epoch, *key) for epoch in epochs]
-            repeats = self.num_epochs if same else 1
-            sizes = [np.concatenate(part * repeats) for part in zip(*parts)]
-            self._sizes[key] = sizes[0][: self.num_steps], sizes[1][: self.num_steps]
-        return self._sizes[key]
-
-    def placed(
-        self, epoch: int, num_shards: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(shard, row inside the shard, start) of `members(epoch)`, int32 [S, B]."""
-        return self._place(self.members(epoch), num_shards)
+        return self.layout(num_shards, num_micro_steps).num_labels
 
     def where(self, example_id: int) -> list[tuple[int, int]]:
         """(epoch, step) pairs in which an example of the corpus takes part."""
@@ -223,56 +178,11 @@ class Schedule:
             self.config.batch_size,
             self.config.seed,
             epoch,
+            self.num_labels if self.config.even_steps else None,
         )
         if self.config.order == "herded":
             members_SB = herded.rearrange(members_SB, self.plan)
         return members_SB[: self.steps_per_epoch]
-
-    def _place_block(
-        self, epoch: int, block: int, num_shards: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        key = (0 if self.config.order == "herded" else epoch, block, num_shards)
-        if key not in self._blocks:
-            members = self.members(epoch)[block * _BLOCK : (block + 1) * _BLOCK]
-            self._blocks[key] = self._place(members, num_shards)
-            while len(self._blocks) > _BLOCKS_CACHED:
-                self._blocks.popitem(last=False)
-        self._blocks.move_to_end(key)
-        return self._blocks[key]
-
-    def _place(
-        self, members_SB: np.ndarray, num_shards: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(shard, row inside the shard, start), all int32 [S, B]."""
-        used = members_SB >= 0
-        cluster_SB = np.where(used, self.plan.cluster_id[members_SB], -1)
-        length_SB = np.where(used, self.length[members_SB], 0)
-        if self.config.placement == "dedicated":
-            shard_SB = placement.dedicated(cluster_SB, self.plan.quota, num_shards)
-        else:
-            shard_SB = placement.spread(cluster_SB, length_SB, num_shards)
-        if self.config.packing:
-            placed = rows.best_fit(shard_SB, length_SB, num_shards, self.row_length)
-        else:
-            placed = rows.one_per_row(shard_SB)
-        return shard_SB, *placed
-
-    def _epoch_sizes(
-        self, epoch: int, num_shards: int, num_micro_steps: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        members_SB = self.members(epoch)
-        shard_SB, row_SB, _ = self.placed(epoch, num_shards)
-        step, slot = np.nonzero(members_SB >= 0)
-        micro_step = row_SB[step, slot] % num_micro_steps
-        cell = step * num_shards + shard_SB[step, slot]
-        cells_per_step = num_shards * num_micro_steps
-        labels = np.bincount(
-            cell * num_micro_steps + micro_step,
-            self.num_labels[members_SB[step, slot]],
-            minlength=len(members_SB) * cells_per_step,
-        )
-        most = labels.reshape(len(members_SB), cells_per_step).max(1)
-        return row_SB.max(1) + 1, most.astype(np.int64)
 
 
 def allocate(
@@ -338,19 +248,6 @@ def _check(
         )
 
 
-def _row_length(length_M: np.ndarray, cfg: config.AllocationConfig) -> int:
-    """T: the config's, or the longest example rounded up to a multiple of 8."""
-    longest = int(length_M.max())
-    if cfg.row_length is None:
-        return -(-longest // 8) * 8
-    if cfg.row_length < longest:
-        raise errors.ConfigError(
-            f"allocation.row_length={cfg.row_length} is less than the longest kept"
-            f" example, {longest} tokens; raise it, or lower data.max_length"
-        )
-    return cfg.row_length
-
-
 def _total_steps(steps_per_epoch: int, cfg: config.AllocationConfig) -> int:
     epochs = rational.from_decimal(cfg.num_epochs)
     if epochs <= 0:
@@ -359,16 +256,3 @@ def _total_steps(steps_per_epoch: int, cfg: config.AllocationConfig) -> int:
         )
     total = -int(-epochs * steps_per_epoch // 1)
     return total if cfg.max_steps is None else min(total, cfg.max_steps)
-
-
-def _segments(shard: np.ndarray, row: np.ndarray, start: np.ndarray) -> np.ndarray:
-    """int32 [B']: 1, 2, … for the examples of a row, by position."""
-    order = np.lexsort((start, row, shard))
-    shard, row = shard[order], row[order]
-    first = np.ones(len(order), bool)
-    first[1:] = (np.diff(shard) != 0) | (np.diff(row) != 0)
-    position = np.arange(len(order))
-    begin = np.maximum.accumulate(np.where(first, position, 0))
-    segment = np.empty(len(order), np.int32)
-    segment[order] = position - begin + 1
-    return segment
