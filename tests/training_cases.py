@@ -11,7 +11,6 @@ from flax import nnx
 from clusterjax import allocation, config, datatypes
 from clusterjax.models import checkpoints, decoder
 
-
 VOCAB = 61
 ROW_LENGTH = 48
 
