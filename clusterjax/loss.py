@@ -185,6 +185,67 @@ def log_odds(
     return others_P - target_logit_P, jnp.logaddexp(others_P, target_logit_P)
 
 
+def expected_rows(
+    hidden_PH: jax.Array,
+    targets_P: jax.Array,
+    matrix_VH: jax.Array,
+    embed: Callable[[Chunk], jax.Array],
+    width: int,
+    vocab_chunk: int = 8192,
+    vocab_shards: int = 1,
+) -> tuple[jax.Array, jax.Array]:
+    """Σ_v (p_v − [v = y]) E_v for any rows E of the vocabulary, in one pass.
+
+    With the output matrix as E this is the gradient of the loss with respect to the
+    hidden state, at the cost of one more product and no second pass; with a random
+    projection it is the projected logit gradient. The label's term is
+    −(1 − p_y) E_y with 1 − p_y summed over the other classes.
+
+    Args:
+      hidden_PH, targets_P, matrix_VH, vocab_chunk, vocab_shards: as in `token_nll`.
+      embed: chunk → its rows of E, [C, X], in a type to compute in.
+      width: X.
+
+    Returns:
+      The log odds a [P] of `log_odds`, and the sums [P, X] in float32 (float64).
+    """
+    dtype = accumulator_dtype(hidden_PH.dtype)
+    target_logit_P = _target_logits(hidden_PH, targets_P, matrix_VH)
+
+    def add(carry, logits_PC, chunk: Chunk):
+        top_P, sum_P, others_PX, label_PX = carry
+        rows_CX = embed(chunk)
+        others_PC = jnp.where(chunk.is_other(targets_P), logits_PC, -jnp.inf)
+        new_top_P = jnp.maximum(top_P, jnp.max(others_PC, axis=1))
+        shrink_P = jnp.exp(top_P - new_top_P)
+        mass_PC = jnp.exp(others_PC - new_top_P[:, None])
+        sum_P = sum_P * shrink_P + jnp.sum(mass_PC, axis=1)
+        others_PX = others_PX * shrink_P[:, None] + jnp.einsum(
+            "pc,cx->px",
+            mass_PC.astype(rows_CX.dtype),
+            rows_CX,
+            preferred_element_type=dtype,
+        )
+        place_P, here_P = chunk.find(targets_P)
+        label_PX = jnp.where(here_P[:, None], rows_CX[place_P], label_PX)
+        return new_top_P, sum_P, others_PX, label_PX
+
+    zeros_PX = jnp.zeros((len(targets_P), width), dtype)
+    start = (
+        jnp.full_like(target_logit_P, jnp.finfo(dtype).min),
+        jnp.zeros_like(target_logit_P),
+        zeros_PX,
+        zeros_PX,
+    )
+    top_P, sum_P, others_PX, label_PX = over_vocabulary(
+        add, start, hidden_PH, matrix_VH, vocab_chunk, vocab_shards
+    )
+    margin_P = top_P + jnp.log(sum_P) - target_logit_P
+    miss_P1 = jax.nn.sigmoid(margin_P)[:, None]
+    # p_v = (mass of v / mass of the others) · (1 − p_y).
+    return margin_P, miss_P1 * (others_PX / sum_P[:, None] - label_PX)
+
+
 class Chunk(NamedTuple):
     """Some rows of the output matrix.
 
@@ -193,17 +254,29 @@ class Chunk(NamedTuple):
       vocab_C: int32, their token ids.
       fresh_C: bool, false for rows that an earlier chunk has already shown.
       start: first row of the chunk inside each vocabulary shard.
+      shape: vocabulary shards, rows from each.
+      per_shard: vocabulary of a shard.
     """
 
     rows_CH: jax.Array
     vocab_C: jax.Array
     fresh_C: jax.Array
     start: jax.Array
+    shape: tuple[int, int]
+    per_shard: int
 
     def is_other(self, targets_P: jax.Array) -> jax.Array:
         """bool [P, C]: a class of this chunk, seen first here, and not the target."""
         other_PC = targets_P[:, None] != self.vocab_C[None, :]
         return other_PC & self.fresh_C[None, :]
+
+    def find(self, targets_P: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Place of each target in the chunk (0 if absent), and whether it is there."""
+        shards, size = self.shape
+        shard_P, inside_P = jnp.divmod(targets_P, self.per_shard)
+        inside_P = inside_P - self.start
+        here_P = (inside_P >= 0) & (inside_P < size) & (shard_P < shards)
+        return jnp.where(here_P, shard_P * size + inside_P, 0), here_P
 
 
 def over_vocabulary(
@@ -240,6 +313,8 @@ def over_vocabulary(
             (first[:, None] + inside[None, :]).reshape(-1),
             jnp.tile(inside >= i * size, vocab_shards),
             begin,
+            (vocab_shards, size),
+            per_shard,
         )
         logits_PC = jnp.einsum(
             "ph,ch->pc", hidden_PH, rows_CH, preferred_element_type=dtype

@@ -8,7 +8,6 @@ label count, so that little of it is padding.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -167,11 +166,13 @@ class Plan:
       bucket: of each batch.
       example_id: of each batch, int64 [R · rows], −1 = an empty row.
       size: of each batch, label slots of a shard.
+      row_size: of each batch, label slots of a row.
     """
 
     bucket: list[Bucket]
     example_id: list[np.ndarray]
     size: list[int]
+    row_size: list[int]
 
     def padding(self, lengths: np.ndarray) -> float:
         """Share of all positions that hold no token."""
@@ -201,7 +202,7 @@ def plan_batches(
     example_id: np.ndarray, where: Windows, buckets: list[Bucket], num_shards: int
 ) -> Plan:
     """Cuts examples, already in `order`, into batches of one bucket each."""
-    result = Plan([], [], [])
+    result = Plan([], [], [], [])
     index = bucket_of(where.length[example_id] - 1, buckets)
     for b, bucket in enumerate(buckets):
         members = example_id[index == b]
@@ -212,11 +213,17 @@ def plan_batches(
             batch[: len(chosen)] = chosen
             labels = np.where(batch >= 0, where.num_labels[batch], 0)
             most = int(labels.reshape(num_shards, -1).sum(axis=1).max())
-            step = max(bucket.rows * bucket.length // SLOT_STEPS, 1)
             result.bucket.append(bucket)
             result.example_id.append(batch)
-            result.size.append(max(-(-most // step), 1) * step)
+            result.size.append(_slots(most, bucket.rows * bucket.length))
+            result.row_size.append(_slots(int(labels.max()), bucket.length))
     return result
+
+
+def _slots(labels: int, positions: int) -> int:
+    """Slots for so many labels, rounded up to one of a few sizes."""
+    step = max(positions // SLOT_STEPS, 1)
+    return max(-(-labels // step), 1) * step
 
 
 def fill(
@@ -245,11 +252,3 @@ def fill(
         targets[row, :count] = np.where(is_label, ids[1:], 0)
         slot[row, :count] = np.where(is_label, row % bucket.rows, -1)
     return Rows(tokens, targets, slot)
-
-
-def batches(
-    corpus: datatypes.Corpus, where: Windows, plan: Plan
-) -> Iterator[tuple[np.ndarray, Rows, int]]:
-    """Yields (example_id, rows, label slots of a shard) of every batch."""
-    for bucket, example_id, size in zip(plan.bucket, plan.example_id, plan.size):
-        yield example_id, fill(corpus, where, example_id, bucket), size

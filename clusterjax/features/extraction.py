@@ -4,56 +4,107 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from clusterjax import config
-from clusterjax import datatypes
-from clusterjax import errors
-from clusterjax import files
+from clusterjax import config as config_lib
+from clusterjax import datatypes, errors, files, progress
 from clusterjax import mesh as meshes
-from clusterjax import progress
-from clusterjax.features import batches
-from clusterjax.features import last_layer
-from clusterjax.features import model_state
+from clusterjax.features import (
+    batches,
+    extractors,
+    model_state,
+    projection_check,
+    store,
+    vectors,
+)
 from clusterjax.models import decoder
 
-# An example whose raw feature is shorter has no direction.
-MIN_NORM = 1e-12
-
-# (params, rows, label slots of a shard) → raw [B, D] and mean loss [B], float32.
-Extractor = Callable[[Any, batches.Rows, int], tuple[jax.Array, jax.Array]]
+# Settings that each kind's raw features depend on, beside the model.
+_SETTINGS = {
+    "proxy": (),
+    "head": ("k_in", "k_out", "projection", "seed"),
+    "probe": ("k_in", "k_out", "layers", "matrices", "projection", "seed"),
+    "per_example": ("parameters", "projection", "seed"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class Raw:
-    """Features as they come out of the pass, one row per example asked for.
+class Pass:
+    """One feature pass.
 
     Attributes:
-      unit_ND: float32, rows of unit length (zero where there is no direction).
-      norm: float32 [n], length before scaling, NaN where not finite.
-      loss: float32 [n].
+      extractor: the compiled steps.
+      params: of the model.
+      corpus: the examples.
+      where: what is read of each example.
+      buckets: static shapes.
+      mesh: None: one device.
+      perf: sizes.
     """
 
-    unit_ND: np.ndarray
-    norm: np.ndarray
-    loss: np.ndarray
+    extractor: extractors.Extractor
+    params: Any
+    corpus: datatypes.Corpus
+    where: batches.Windows
+    buckets: list[batches.Bucket]
+    mesh: Mesh | None
+    perf: config_lib.PerfConfig
+
+    def plan(self, example_id: np.ndarray) -> batches.Plan:
+        """Batches of these examples."""
+        return batches.plan_batches(
+            example_id, self.where, self.buckets, self.extractor.shards
+        )
+
+    def blocks(self, example_id: np.ndarray) -> list[np.ndarray]:
+        """The examples in blocks of neighbours by length.
+
+        A block's features depend on the block alone, so that a resumed pass gives
+        the same bits.
+        """
+        ordered = batches.order(example_id, self.where, self.buckets)
+        size = self.perf.feature_block
+        return [ordered[i : i + size] for i in range(0, len(ordered), size)]
+
+    def run(self, example_id: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+        """Yields (example_id, raw [n, D], loss [n]) of every batch, on the host.
+
+        With several processes each gets the rows of its own devices (all rows where
+        the outputs are replicated).
+        """
+        limit = self.perf.steps_in_flight or (
+            1 if jax.default_backend() == "cpu" else 2
+        )
+        plan = self.plan(example_id)
+        pending: collections.deque = collections.deque()
+        for bucket, ids, *sizes in zip(
+            plan.bucket, plan.example_id, plan.size, plan.row_size
+        ):
+            rows = put(batches.fill(self.corpus, self.where, ids, bucket), self.mesh)
+            pending.append((ids, self.extractor(self.params, rows, *sizes)))
+            while len(pending) >= limit:
+                yield from _fetch(*pending.popleft())
+        while pending:
+            yield from _fetch(*pending.popleft())
 
 
 def compute(
     model: decoder.Decoder,
     corpus: datatypes.Corpus,
-    cfg: config.FeaturesConfig,
+    cfg: config_lib.FeaturesConfig,
     mesh: Mesh | None = None,
     *,
-    perf: config.PerfConfig | None = None,
-    directory: str | None = None,
+    perf: config_lib.PerfConfig | None = None,
+    directory: epath.PathLike | None = None,
 ) -> datatypes.GradientFeatures:
     """Computes one gradient feature for every valid example of `corpus`.
 
@@ -63,126 +114,60 @@ def compute(
       cfg: which feature.
       mesh: batches are split over its data × fsdp axes; None: one device.
       perf: batch sizes; never changes a result beyond rounding.
-      directory: feature store; None: nothing is kept.
+      directory: feature store, local or remote: examples found there are not computed
+        again, and a killed pass goes on where it stopped. With several processes it
+        must be storage that all of them see. None: nothing is kept.
 
     Returns:
       Features in the order of the corpus. An example without a label position, with a
       value that is not finite, or with a norm below 1e-12 is in `rejects` instead.
 
     Raises:
-      errors.UserError: no example has a usable feature.
+      errors.ConfigError: settings that can't work together.
+      errors.DataError: no example has a usable feature.
     """
-    perf = perf or config.PerfConfig()
+    perf = perf or config_lib.PerfConfig()
     state = model_state.split(model, cfg.compute_dtype, perf.remat, cfg.num_layers)
     where = batches.windows(corpus, cfg.max_tokens)
-    shards = meshes.num_shards(mesh) if mesh is not None else 1
     candidates = np.flatnonzero(where.num_labels > 0)
     if not len(candidates):
         raise errors.DataError(
-            f"0 of {corpus.num_examples:,} examples have a label token inside"
-            f" features.max_tokens={cfg.max_tokens}; look at the data report"
+            f"0 of {corpus.num_examples:,} examples have a label token"
+            " (features.max_tokens="
+            f"{cfg.max_tokens}); look at the data report and at data.max_length"
         )
+    extractor = extractors.Extractor(
+        state, cfg, perf, mesh, gather=directory is None and jax.process_count() > 1
+    )
+    projection_check.run(cfg, extractor)
     buckets = batches.choose_buckets(
         where.length[candidates] - 1,
         perf.feature_buckets,
         perf.feature_batch_tokens,
-        shards,
+        extractor.shards,
     )
-    ordered = batches.order(candidates, where, buckets)
-    plan = batches.plan_batches(ordered, where, buckets, shards)
-    extractor = make_extractor(state, cfg, perf, mesh)
-    progress.say(
-        f"features: {cfg.kind}, {len(candidates):,} examples in"
-        f" {len(plan.bucket):,} batches of {len(buckets)} lengths,"
-        f" {plan.padding(where.length - 1):.1%} padding"
-    )
-    raw = run(extractor, state.params, corpus, where, plan, mesh, perf)
-    return finish(corpus, where, cfg, model_state.fingerprint(state), raw)
-
-
-def make_extractor(
-    state: model_state.ModelState,
-    cfg: config.FeaturesConfig,
-    perf: config.PerfConfig,
-    mesh: Mesh | None,
-) -> Extractor:
-    """Builds the jitted step of a kind."""
-    shards = meshes.num_shards(mesh) if mesh is not None else 1
-    tensor = mesh.shape.get("tensor", 1) if mesh is not None else 1
-    vocab_shards = tensor if state.config.vocab_size % tensor == 0 else 1
-
-    @jax.jit
-    def body(params, rows):
-        return state.merge(params).hidden(
-            rows.tokens,
-            rows.segment_ids,
-            rows.positions,
-            num_layers=state.num_layers,
+    work = Pass(extractor, state.params, corpus, where, buckets, mesh, perf)
+    model_fingerprint = model_state.fingerprint(state)
+    settings = settings_fingerprint(cfg, model_fingerprint)
+    kept: store.MemoryStore = store.MemoryStore()
+    if directory is not None:
+        kept = store.Store(
+            epath.Path(directory) / settings, extractor.width, cfg.store_dtype
         )
-
-    @functools.partial(jax.jit, static_argnames=("num_slots", "size"))
-    def head(params, hidden_BTH, rows, *, num_slots, size):
-        labels = last_layer.label_positions(hidden_BTH, rows, num_slots, size, shards)
-        matrix_VH = state.merge(params).output_matrix()
-        return last_layer.proxy(labels, matrix_VH, perf.vocab_chunk, vocab_shards)
-
-    def extract(params, rows, size):
-        num_slots = rows.tokens.shape[0] // shards
-        return head(params, body(params, rows), rows, num_slots=num_slots, size=size)
-
-    return extract
+    _complete(work, cfg, kept, candidates)
+    path = None
+    if directory is not None and "://" not in os.fspath(directory):
+        path = epath.Path(directory) / settings / "values"
+    return _finish(work, cfg, kept, model_fingerprint, path)
 
 
-def run(
-    extractor: Extractor,
-    params: Any,
-    corpus: datatypes.Corpus,
-    where: batches.Windows,
-    plan: batches.Plan,
-    mesh: Mesh | None,
-    perf: config.PerfConfig,
-) -> Raw:
-    """Runs the pass and returns rows for all N examples (NaN norm: not computed)."""
-    total = corpus.num_examples
-    norm = np.full(total, np.nan, np.float32)
-    loss = np.full(total, np.nan, np.float32)
-    unit_ND = None
-    with progress.track("features", sum(map(len, plan.example_id)), "rows") as advance:
-        outputs = stream(extractor, params, corpus, where, plan, mesh, perf)
-        for example_id, raw_BD, loss_B in outputs:
-            if unit_ND is None:
-                unit_ND = np.zeros((total, raw_BD.shape[1]), np.float32)
-            used = example_id >= 0
-            chosen = example_id[used]
-            unit_ND[chosen], norm[chosen] = unit_rows(raw_BD[used])
-            loss[chosen] = loss_B[used]
-            advance(len(example_id))
-    assert unit_ND is not None
-    return Raw(unit_ND, norm, loss)
-
-
-def stream(
-    extractor: Extractor,
-    params: Any,
-    corpus: datatypes.Corpus,
-    where: batches.Windows,
-    plan: batches.Plan,
-    mesh: Mesh | None,
-    perf: config.PerfConfig,
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yields (example_id [B], raw [B, D], loss [B]) of every batch, on the host."""
-    limit = perf.steps_in_flight or (1 if jax.default_backend() == "cpu" else 2)
-    pending: collections.deque = collections.deque()
-    for example_id, rows, size in batches.batches(corpus, where, plan):
-        placed = put(rows, mesh)
-        pending.append((example_id, extractor(params, placed, size)))
-        while len(pending) >= limit:
-            ids, outputs = pending.popleft()
-            raw_BD, loss_B = jax.device_get(outputs)
-            yield ids, raw_BD, loss_B
-    for ids, outputs in pending:
-        raw_BD, loss_B = jax.device_get(outputs)
-        yield ids, raw_BD, loss_B
+def settings_fingerprint(cfg: config_lib.FeaturesConfig, model_fingerprint: str) -> str:
+    """Hash of everything but the example that its feature depends on."""
+    names = ("kind", "dim", "max_tokens", "store_dtype", *_SETTINGS[cfg.kind])
+    if cfg.dim is not None and "projection" not in names:
+        names = (*names, "projection", "seed")
+    chosen = [f"{name}={getattr(cfg, name)!r}" for name in names]
+    return files.hash_arrays(model_fingerprint, *chosen)
 
 
 def put(rows: batches.Rows, mesh: Mesh | None) -> batches.Rows:
@@ -190,38 +175,136 @@ def put(rows: batches.Rows, mesh: Mesh | None) -> batches.Rows:
     if mesh is None:
         return jax.tree.map(jnp.asarray, rows)
     sharding = meshes.rows(mesh)
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), rows)
+    return jax.tree.map(
+        lambda leaf: jax.make_array_from_callback(
+            leaf.shape, sharding, leaf.__getitem__
+        ),
+        rows,
+    )
 
 
-def unit_rows(raw_BD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Unit rows and their lengths; a row without direction becomes zero.
+def _complete(
+    work: Pass,
+    cfg: config_lib.FeaturesConfig,
+    kept: store.MemoryStore,
+    candidates: np.ndarray,
+) -> None:
+    """Computes what the store does not hold yet, and prints what that takes."""
+    keys = np.asarray(work.corpus.content_hash)
+    found, _ = kept.find(keys[candidates])
+    missing = candidates[found < 0]
+    # Equal contents have equal features: one of them is computed.
+    _, first = np.unique(keys[missing], axis=0, return_index=True)
+    missing = missing[np.sort(first)]
+    _barrier("features: found")
+    if not len(missing):
+        progress.say(f"  features: all {len(candidates):,} are in the store")
+        return
+    _announce(work, cfg, missing, len(candidates))
+    with progress.track("features", len(missing), "examples") as advance:
+        for ids in work.blocks(missing):
+            block = _compute_block(work, ids, advance)
+            kept.write(block)
+    _barrier("features: done")
+    if isinstance(kept, store.Store):
+        kept.refresh()
+    found, _ = kept.find(keys[candidates])
+    if np.any(found < 0):
+        raise errors.UserError(
+            f"{int(np.sum(found < 0)):,} of {len(candidates):,} features are not in"
+            " the store after the pass; with several processes features.store_dir"
+            " must be storage that all of them see"
+        )
 
-    The length is taken after scaling by the largest entry, so that neither 1e-30 nor
-    1e30 under- or overflows in float32.
-    """
-    top = np.abs(raw_BD).max(axis=1, keepdims=True)
-    usable = np.isfinite(top) & (top > 0)
-    scaled = np.where(usable, raw_BD / np.where(usable, top, 1), 0)
-    length = np.linalg.norm(scaled, axis=1, keepdims=True)
-    unit = scaled / np.where(usable, length, 1)
-    norm = np.where(np.isfinite(top), top * length, np.nan)[:, 0]
-    return unit.astype(np.float32), norm.astype(np.float32)
+
+def _compute_block(work: Pass, ids: np.ndarray, advance: Any) -> store.Block:
+    """Features of one block; of this process's rows, with several."""
+    parts = []
+    for example_id, raw_BD, loss_B in work.run(ids):
+        unit_BD, norm_B = vectors.unit_rows(raw_BD)
+        parts.append((example_id, unit_BD, norm_B, loss_B))
+        advance(len(example_id))
+    example_id, unit_ND, norm, loss = (np.concatenate(p) for p in zip(*parts))
+    order = np.argsort(example_id)
+    return store.Block(
+        key=np.asarray(work.corpus.content_hash)[example_id[order]],
+        norm=norm[order],
+        loss=loss[order].astype(np.float32),
+        unit_ND=unit_ND[order],
+    )
 
 
-def finish(
-    corpus: datatypes.Corpus,
-    where: batches.Windows,
-    cfg: config.FeaturesConfig,
+def _announce(
+    work: Pass, cfg: config_lib.FeaturesConfig, missing: np.ndarray, total: int
+) -> None:
+    """Compiles the largest step and prints size, padding and predicted memory."""
+    extractor = work.extractor
+    plan = work.plan(batches.order(missing, work.where, work.buckets))
+    i = extractors.largest(plan)
+    empty = put(extractors.empty_rows(plan.bucket[i], extractor.shards), work.mesh)
+    jax.block_until_ready(extractor(work.params, empty, plan.size[i], plan.row_size[i]))
+    memory = extractor.memory
+    share = work.where.num_labels[missing].sum() / max(
+        (work.where.length[missing] - 1).sum(), 1
+    )
+    progress.say(
+        f"  features: {cfg.kind} of width {extractor.width:,},"
+        f" {len(missing):,} of {total:,} examples to compute,"
+        f" {len(plan.bucket):,} batches of {len(work.buckets)} lengths,"
+        f" {plan.padding(work.where.length - 1):.1%} padding, {share:.0%} labels"
+    )
+    block = min(len(missing), work.perf.feature_block) * extractor.width * 4
+    progress.say(
+        f"  features: predicted peak {memory.peak / 2**30:.2f} GiB per device"
+        f" ({memory.arguments / 2**30:.2f} parameters and rows,"
+        f" {memory.temporaries / 2**30:.2f} temporaries),"
+        f" {2 * block / 2**30:.2f} GiB on the host for a block"
+    )
+
+
+def _fetch(
+    example_id: np.ndarray, outputs: extractors.Outputs
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """The used rows of a batch that this process holds."""
+    raw, loss = (_local(output) for output in outputs)
+    places = sorted(raw)
+    rows = np.concatenate([np.arange(*place) for place in places])
+    used = example_id[rows] >= 0
+    if used.any():
+        yield (
+            example_id[rows][used],
+            np.concatenate([raw[place] for place in places])[used],
+            np.concatenate([loss[place] for place in places])[used],
+        )
+
+
+def _local(array: jax.Array) -> dict[tuple[int, int], np.ndarray]:
+    """(first row, end) → rows, for the row ranges on this process's devices."""
+    result = {}
+    for shard in array.addressable_shards:
+        begin, end, _ = shard.index[0].indices(array.shape[0])
+        if (begin, end) not in result:
+            result[begin, end] = np.asarray(shard.data)
+    return result
+
+
+def _finish(
+    work: Pass,
+    cfg: config_lib.FeaturesConfig,
+    kept: store.MemoryStore,
     model_fingerprint: str,
-    raw: Raw,
+    path: epath.Path | None,
 ) -> datatypes.GradientFeatures:
-    """Takes out the rejects and centres the rest."""
+    """Takes out the rejects, centres and orders the rest."""
+    corpus, where = work.corpus, work.where
+    keys = np.asarray(corpus.content_hash)
+    norm, loss = kept.scalars(keys)
     no_label = where.num_labels == 0
-    bad = ~np.isfinite(raw.norm) | ~np.isfinite(raw.loss)
-    zero = ~bad & (raw.norm < MIN_NORM)
+    bad = ~np.isfinite(norm) | ~np.isfinite(loss)
+    zero = ~bad & (norm < vectors.MIN_NORM)
     keep = np.flatnonzero(~(no_label | bad | zero))
     rejects = [
-        _reject(corpus, int(i), no_label[i], bad[i], float(raw.norm[i]))
+        _reject(corpus, int(i), bool(no_label[i]), bool(bad[i]), float(norm[i]))
         for i in np.flatnonzero(no_label | bad | zero)
     ]
     if not len(keep):
@@ -229,34 +312,33 @@ def finish(
             f"none of {corpus.num_examples:,} examples has a usable feature; the"
             f" first: {rejects[0].detail}"
         )
-    values = raw.unit_ND[keep]
+    fingerprint = files.hash_arrays(
+        corpus.fingerprint,
+        settings_fingerprint(cfg, model_fingerprint),
+        cfg.center,
+    )
+    if path is not None:
+        path = path / f"{fingerprint}-{jax.process_index()}.npy"
+    values = store.assemble(kept, keys[keep], work.extractor.width, path)
     if cfg.center == "mean":
-        values = centred(values, raw.norm[keep])
+        values = vectors.centred(values, norm[keep])
     return datatypes.GradientFeatures(
         values=values,
-        norm=raw.norm[keep],
-        loss=raw.loss[keep],
+        norm=norm[keep],
+        loss=loss[keep],
         num_labels=np.asarray(corpus.num_labels)[keep],
         user_weight=np.asarray(corpus.user_weight)[keep],
         example_id=keep.astype(np.int64),
         uid=np.asarray(corpus.uid)[keep],
         source_id=np.asarray(corpus.source_id)[keep],
         kind=cfg.kind,
-        fingerprint=files.hash_arrays(
-            corpus.fingerprint, model_fingerprint, config.fingerprint(cfg)
-        ),
+        fingerprint=fingerprint,
         corpus_fingerprint=corpus.fingerprint,
         model_fingerprint=model_fingerprint,
         num_corpus=corpus.num_examples,
         source_names=corpus.source_names,
         rejects=tuple(rejects),
     )
-
-
-def centred(unit_ND: np.ndarray, norm: np.ndarray) -> np.ndarray:
-    """Unit rows of the raw features minus their mean (`features.center = mean`)."""
-    raw_ND = unit_ND * norm[:, None]
-    return unit_rows(raw_ND - raw_ND.mean(axis=0, keepdims=True, dtype=np.float64))[0]
 
 
 def _reject(
@@ -276,3 +358,8 @@ def _reject(
         detail=f"example {i} ({uid}): {detail}",
         uid=uid,
     )
+
+
+def _barrier(name: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)

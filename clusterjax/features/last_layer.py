@@ -1,8 +1,13 @@
 """Features of the output layer, from one forward pass.
 
 `proxy` (METHOD §1, the published method): (1/|𝒯|) Σ_t (p_t[y_t] − 1) h_t, the
-output matrix's gradient seen at the label's own row. The hidden states come in, no
-backward pass is made, and logits never exist as a whole.
+output matrix's gradient seen at the label's own row.
+
+`head`: the exact gradient of the mean loss with respect to the output matrix, between
+two random projections, (1/|𝒯|) Σ_t (P_V (p_t − e_{y_t})) ⊗ (P_H h_t). P_V p is summed
+along with the log-sum-exp, so that it costs one forward pass as well.
+
+Neither makes a backward pass, and logits never exist as a whole.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from clusterjax import loss
-from clusterjax.features import batches
+from clusterjax.features import batches, projection
 
 
 class LabelPositions(NamedTuple):
@@ -77,6 +82,58 @@ def proxy(
         example_means(labels, -miss_P[:, None] * labels.hidden_PH.astype(jnp.float32)),
         example_means(labels, jax.nn.softplus(margin_P)[:, None])[:, 0],
     )
+
+
+def head(
+    labels: LabelPositions,
+    matrix_VH: jax.Array,
+    project_vocab: projection.Projection,
+    project_hidden: projection.Projection,
+    vocab_chunk: int,
+    vocab_shards: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Raw `head` features and mean losses of every slot.
+
+    Args:
+      labels, matrix_VH, vocab_chunk, vocab_shards: as in `proxy`.
+      project_vocab: P_V, of width k_V.
+      project_hidden: P_H, of width k_H.
+
+    Returns:
+      raw [B, k_V · k_H] float32 and loss_B float32, as in `proxy`.
+    """
+
+    def embed(chunk: loss.Chunk) -> jax.Array:
+        return projection.rows(
+            project_vocab.kind, project_vocab.key, chunk.vocab_C, project_vocab.width
+        )
+
+    margin_P, error_PX = loss.expected_rows(
+        labels.hidden_PH,
+        labels.targets_P,
+        matrix_VH,
+        embed,
+        project_vocab.width,
+        vocab_chunk,
+        vocab_shards,
+    )
+    hidden_PY = jnp.matmul(
+        labels.hidden_PH.astype(jnp.float32),
+        projection.matrix(project_hidden, labels.hidden_PH.shape[1]),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    both_PXY = error_PX[:, :, None] * hidden_PY[:, None, :]
+    return (
+        example_means(labels, both_PXY.reshape(len(both_PXY), -1)),
+        example_means(labels, jax.nn.softplus(margin_P)[:, None])[:, 0],
+    )
+
+
+def mean_weights(labels: LabelPositions) -> jax.Array:
+    """float32 [P], 1/|𝒯| of the example that each slot belongs to; 0 in unused ones."""
+    count_RS1 = jnp.sum(labels.member_RSQ, axis=2, keepdims=True, dtype=jnp.float32)
+    share_RSQ = labels.member_RSQ / jnp.maximum(count_RS1, 1)
+    return jnp.sum(share_RSQ, axis=1).reshape(-1)
 
 
 def example_means(labels: LabelPositions, values_PX: jax.Array) -> jax.Array:

@@ -270,7 +270,7 @@ def _words(
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """`triple32`: a bijection of uint32 in which every input bit flips half the rest."""
+    """`triple32`: a bijection of uint32; each input bit flips half of the output."""
     x = (x ^ (x >> 17)) * jnp.uint32(0xED5AD4BB)
     x = (x ^ (x >> 11)) * jnp.uint32(0xAC4C1B51)
     x = (x ^ (x >> 15)) * jnp.uint32(0x31848BAB)
