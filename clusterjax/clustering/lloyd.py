@@ -115,6 +115,31 @@ def _run(
     )(values_ND, weight_N, state)
 
 
+def totals(rows: rows_lib.Rows, centers_GKD: jax.Array, options: Options) -> jax.Array:
+    """float32 [G, K, D + 1]: sums of the rows nearest to each centre, weights last."""
+    return _totals(rows.values_ND, rows.weight_N, centers_GKD, options=options)
+
+
+@functools.partial(jax.jit, static_argnames=("options",))
+def _totals(
+    values_ND: jax.Array,
+    weight_N: jax.Array,
+    centers_GKD: jax.Array,
+    *,
+    options: Options,
+) -> jax.Array:
+    axes = rows_lib.data_axes(options.mesh)
+
+    def local(x_ND: jax.Array, w_N: jax.Array, c_GKD: jax.Array) -> jax.Array:
+        x_nbD = x_ND.reshape(-1, options.block, x_ND.shape[1])
+        w_nb = w_N.reshape(-1, options.block)
+        return jax.lax.psum(_sums(x_nbD, w_nb, c_GKD, axes, options), axes)
+
+    return jax.shard_map(
+        local, mesh=options.mesh, in_specs=(P(axes), P(axes), P()), out_specs=P()
+    )(values_ND, weight_N, centers_GKD)
+
+
 def _sums(
     x_nbD: jax.Array,
     w_nb: jax.Array,

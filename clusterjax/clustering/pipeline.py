@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from clusterjax import config, datatypes, errors
 from clusterjax.clustering import capacity as capacity_lib
-from clusterjax.clustering import floor, solver
+from clusterjax.clustering import floor, minibatch, solver
 
 
 def fit(
@@ -47,7 +47,36 @@ def fit(
             f" the corpus, {len(feats.rejects):,} rejected by the feature pass); lower"
             " it, or look at the rejects."
         )
-    clusters = solver.kmeans(
+    clusters = _kmeans(feats, cfg, mesh, key, perf or config.PerfConfig())
+    clusters = apply_floor(feats.values, clusters, cfg.min_cluster_size)
+    clusters = apply_capacity(feats.values, clusters, cfg.capacity_factor)
+    return dataclasses.replace(clusters, fingerprint=_fingerprint(feats, cfg, key))
+
+
+def _kmeans(
+    feats: datatypes.GradientFeatures,
+    cfg: config.ClusteringConfig,
+    mesh: Mesh | None,
+    key: jax.Array,
+    perf: config.PerfConfig,
+) -> datatypes.Clustering:
+    weights = _weights(feats.user_weight)
+    if cfg.mini_batch is not None:
+        return minibatch.mini_batch_kmeans(
+            feats.values,
+            cfg.num_clusters,
+            key=key,
+            batch_rows=cfg.mini_batch,
+            num_restarts=cfg.num_restarts,
+            max_passes=cfg.max_iterations,
+            tol=cfg.tol,
+            metric=cfg.metric,
+            weights=weights,
+            restart_sample=cfg.restart_sample,
+            mesh=mesh,
+            row_names=feats.uid,
+        )
+    return solver.kmeans(
         feats.values,
         cfg.num_clusters,
         key=key,
@@ -55,15 +84,12 @@ def fit(
         max_iterations=cfg.max_iterations,
         tol=cfg.tol,
         metric=cfg.metric,
-        weights=_weights(feats.user_weight),
+        weights=weights,
         restart_sample=cfg.restart_sample,
         mesh=mesh,
         row_names=feats.uid,
-        block_rows=(perf or config.PerfConfig()).kmeans_block,
+        block_rows=perf.kmeans_block,
     )
-    clusters = apply_floor(feats.values, clusters, cfg.min_cluster_size)
-    clusters = apply_capacity(feats.values, clusters, cfg.capacity_factor)
-    return dataclasses.replace(clusters, fingerprint=_fingerprint(feats, cfg, key))
 
 
 def apply_floor(

@@ -133,6 +133,19 @@ def converge(
     return jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
 
 
+def loop_options(
+    rows: rows_lib.Rows, num_clusters: int, limits: Limits
+) -> lloyd.Options:
+    on_cpu = rows.mesh.devices.flat[0].platform == "cpu"
+    return lloyd.Options(
+        max_iterations=limits.max_iterations,
+        spherical=rows.spherical,
+        mesh=rows.mesh,
+        block=rows.block,
+        scatter=on_cpu and num_clusters >= SCATTER_CLUSTERS,
+    )
+
+
 def fill(
     rows: rows_lib.Rows, centers_KD: np.ndarray, empty_K: np.ndarray
 ) -> np.ndarray:
@@ -150,14 +163,7 @@ def _iterate(
     rows: rows_lib.Rows, state: lloyd.LoopState, limits: Limits
 ) -> lloyd.LoopState:
     """Lloyd's iterations of one group; an empty cluster takes the farthest row."""
-    on_cpu = rows.mesh.devices.flat[0].platform == "cpu"
-    options = lloyd.Options(
-        max_iterations=limits.max_iterations,
-        spherical=rows.spherical,
-        mesh=rows.mesh,
-        block=rows.block,
-        scatter=on_cpu and state.centers_GKD.shape[1] >= SCATTER_CLUSTERS,
-    )
+    options = loop_options(rows, state.centers_GKD.shape[1], limits)
     while True:
         state = lloyd.run(rows, state, limits.tol * rows.variance, options)
         empty_GK = np.asarray(state.empty_GK)
