@@ -8,10 +8,8 @@ import pathlib
 import numpy as np
 from flax import nnx
 
-from clusterjax import datatypes
-from clusterjax import files
-from clusterjax.models import checkpoints
-from clusterjax.models import decoder
+from clusterjax import datatypes, files
+from clusterjax.models import checkpoints, decoder
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "models"
 GOLDEN_NAMES = sorted(path.name for path in GOLDEN.iterdir())

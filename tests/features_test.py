@@ -1,11 +1,10 @@
 """The feature pass: golden values, invariances, rejects."""
 
+import feature_cases as cases
 import numpy as np
 import pytest
 
-import feature_cases as cases
-from clusterjax import config
-from clusterjax import features
+from clusterjax import config, features
 
 
 def raw(feats):
