@@ -96,6 +96,8 @@ class Runner:
             f"--config={self.comparison.base}",
             f"--workdir={self.workdir / trial.name}",
             *grid.arguments(trial),
+            f"--config.data.cache_dir={self.workdir / 'shared' / 'corpora'}",
+            f"--config.features.store_dir={self.workdir / 'shared' / 'features'}",
         ]
 
     def _row(self, trial: grid.Trial, folder: pathlib.Path) -> comparison.Row:
@@ -106,7 +108,7 @@ class Runner:
         points = history.build(metrics, ledger)
         summary = files.read_json(folder / "summary.json")
         fingerprints = {
-            stage: config_lib.fingerprint(run.config, *groups)
+            stage: _result_fingerprint(run.config, *groups)
             for stage, groups in SHARED_STAGES.items()
         }
         figures = mechanism.figures(run) if self.comparison.mechanism else {}
@@ -134,7 +136,15 @@ def _is_finished(folder: pathlib.Path, config: config_lib.Config) -> bool:
     if not (folder / "summary.json").exists():
         return False
     made = saved_run.read_config(folder)
-    return config_lib.fingerprint(made) == config_lib.fingerprint(config)
+    return _result_fingerprint(made) == _result_fingerprint(config)
+
+
+def _result_fingerprint(config: config_lib.Config, *groups: str) -> str:
+    """Hash of a config, or of groups of it, without the places of stored things."""
+    data = dataclasses.replace(config.data, cache_dir="", builtin_dir="")
+    features = dataclasses.replace(config.features, store_dir="")
+    moved = dataclasses.replace(config, data=data, features=features)
+    return config_lib.fingerprint(moved, *groups)
 
 
 def _size(folder: pathlib.Path, kind: str) -> tuple[int, float]:

@@ -252,6 +252,11 @@ def _fake_run(calls):
                 method=keys.get("selection.method", "cluster")
             ),
         )
+        assert keys["data.cache_dir"] and keys["features.store_dir"]
+        cfg = dataclasses.replace(
+            cfg,
+            features=config.FeaturesConfig(store_dir=keys["features.store_dir"]),
+        )
         with open(f"{folder}/config.json", "w") as file:
             json.dump(dataclasses.asdict(cfg), file)
         summary = {"final_eval": {"loss": 2.0}, "num_kept": 5, "seconds_total": 1.0}
