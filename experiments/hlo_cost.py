@@ -1,0 +1,419 @@
+"""What a compiled program does, read from its optimised HLO.
+
+The compiler's own figures count the body of a loop once; here it counts as often as
+it runs, so that a scan over layers or micro-steps costs what it costs. All figures are
+those of one device.
+
+FLOPs are those of matrix products and convolutions, 2 per multiply-add, and of kernels
+that state theirs. Collective bytes are those that a device receives in a ring:
+(g − 1)/g of the whole array for a gather or a scatter, twice that for an all-reduce,
+with g devices in a group.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterable
+
+import numpy as np
+
+COLLECTIVES = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+_BITS = {"pred": 8, "token": 0, "opaque": 0, "s2": 2, "u2": 2, "s4": 4, "u4": 4}
+_SHAPE = re.compile(r"([a-z]\w*)\[([\d,<= ]*)\](\{[^{}]*\})?")
+_HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
+_CALLEE = re.compile(r"(calls|to_apply|body|condition)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TWO_BRANCHES = re.compile(r"(?:true|false)_computation=%?([\w.\-]+)")
+_TRIPS = re.compile(r'"?known_trip_count"?:\{"?n"?:"?(\d+)"?\}')
+_KERNEL_FLOPS = re.compile(r'"?flops"?:\s*"?(\d+)"?')
+# Neither computes nor moves anything in the main memory by itself.
+_FREE = frozenset(
+    (
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "while",
+        "conditional",
+        "call",
+        "after-all",
+        "partition-id",
+        "replica-id",
+        "iota",
+        "opt-barrier",
+        "add-dependency",
+    )
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Of one device.
+
+    Attributes:
+      flops: of matrix products, convolutions and stated kernels.
+      traffic: bytes that instructions read from and write to the main memory.
+      collectives: kind → bytes received from other devices.
+      uncounted_loops: loops whose number of rounds the program does not tell; their
+        bodies count once.
+      silent_kernels: calls, loops included, of kernels that do not state their FLOPs.
+    """
+
+    flops: float = 0.0
+    traffic: float = 0.0
+    collectives: dict[str, float] = dataclasses.field(default_factory=dict)
+    uncounted_loops: int = 0
+    silent_kernels: int = 0
+
+    @property
+    def network(self) -> float:
+        """Bytes of all collectives."""
+        return sum(self.collectives.values())
+
+    def __add__(self, other: Cost) -> Cost:
+        total = collections.Counter(self.collectives)
+        total.update(other.collectives)
+        return Cost(
+            self.flops + other.flops,
+            self.traffic + other.traffic,
+            dict(total),
+            self.uncounted_loops + other.uncounted_loops,
+            self.silent_kernels + other.silent_kernels,
+        )
+
+    def times(self, count: int) -> Cost:
+        """The cost of `count` runs."""
+        return Cost(
+            self.flops * count,
+            self.traffic * count,
+            {kind: size * count for kind, size in self.collectives.items()},
+            self.uncounted_loops,
+            self.silent_kernels * count,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool
+
+    @functools.cached_property
+    def callees(self) -> dict[str, str]:
+        """Role (calls, body, …) → computation."""
+        return dict(_CALLEE.findall(self.attributes))
+
+
+Computation = dict[str, Instruction]
+
+
+def analyse(text: str, num_devices: int) -> Cost:
+    """The cost of one run of a program.
+
+    Args:
+      text: optimised HLO, `compiled.as_text()`.
+      num_devices: devices of the program, for groups that mean all of them.
+    """
+    return _Program(text, num_devices).entry_cost()
+
+
+class _Program:
+    def __init__(self, text: str, num_devices: int):
+        self._num_devices = num_devices
+        self._computations: dict[str, Computation] = {}
+        self._entry = ""
+        self._known: dict[str, Cost] = {}
+        current: Computation | None = None
+        for line in text.splitlines():
+            header = _HEADER.match(line)
+            if header:
+                current = self._computations.setdefault(header[1], {})
+                if line.startswith("ENTRY"):
+                    self._entry = header[1]
+            elif current is not None:
+                found = parse(line)
+                if found:
+                    current[found.name] = found
+
+    def entry_cost(self) -> Cost:
+        if not self._entry:
+            raise ValueError("the HLO text has no ENTRY computation")
+        return self._of(self._entry)
+
+    def _of(self, name: str) -> Cost:
+        if name not in self._known:
+            body = self._computations.get(name, {})
+            costs = (self._instruction(item, body, name) for item in body.values())
+            self._known[name] = sum(costs, Cost())
+        return self._known[name]
+
+    def _instruction(self, item: Instruction, body: Computation, where: str) -> Cost:
+        opcode = item.opcode
+        if opcode == "while":
+            inside = self._of(item.callees["body"])
+            trips = self._trip_count(item)
+            if trips is None:
+                return inside + Cost(uncounted_loops=1)
+            return inside.times(trips)
+        if opcode == "conditional":
+            costs = map(self._of, _branches(item))
+            return max(costs, key=lambda cost: cost.flops, default=Cost())
+        if opcode == "call":
+            return self._of(item.callees["to_apply"])
+        result = Cost(
+            flops=_flops(item, body), traffic=self._traffic(item, body)
+        ) + self._collective(item, body, where)
+        if opcode == "custom-call" and "tpu_custom_call" in item.attributes:
+            stated = _KERNEL_FLOPS.search(item.attributes)
+            result += (
+                Cost(flops=float(stated[1])) if stated else Cost(silent_kernels=1)
+            )
+        if "calls" in item.callees:
+            # Inside a fusion nothing touches the main memory.
+            result += dataclasses.replace(self._of(item.callees["calls"]), traffic=0.0)
+        return result
+
+    def _trip_count(self, item: Instruction) -> int | None:
+        stated = _TRIPS.search(item.attributes)
+        return int(stated[1]) if stated else None
+
+    def _collective(self, item: Instruction, body: Computation, where: str) -> Cost:
+        kind = item.opcode.removesuffix("-start")
+        if kind not in COLLECTIVES:
+            return Cost()
+        if kind == "all-reduce" and "all-reduce-scatter" in where:
+            kind = "reduce-scatter"  # TPU form: a fusion of all-reduce and slice
+        size = sum(num_bytes(body[n].shape) for n in item.operands if n in body)
+        group = group_size(item.attributes, self._num_devices)
+        share = (group - 1) / group
+        received = {
+            "all-gather": size * (group - 1),
+            "all-reduce": 2 * size * share,
+            "collective-permute": size,
+            "collective-broadcast": size,
+        }.get(kind, size * share)
+        return Cost(collectives={kind: received} if received else {})
+
+    def _traffic(self, item: Instruction, body: Computation) -> float:
+        opcode = item.opcode
+        if opcode in _FREE or opcode.endswith("-done") or opcode == "async-update":
+            return 0.0
+        operands = [body[name] for name in item.operands if name in body]
+        written = num_bytes(item.shape, main_memory=True)
+        if opcode in ("dynamic-slice", "gather", "slice"):
+            return 2.0 * written
+        if opcode == "dynamic-update-slice":
+            return 2.0 * num_bytes(operands[1].shape, main_memory=True)
+        inside = self._computations.get(item.callees.get("calls", ""), {})
+        if opcode == "fusion" and inside:
+            return self._fusion_traffic(item, operands, inside)
+        if opcode.endswith("-start"):
+            written = 0  # its tuple repeats the operands
+        return written + sum(num_bytes(o.shape, main_memory=True) for o in operands)
+
+    def _fusion_traffic(
+        self, item: Instruction, operands: list[Instruction], inside: Computation
+    ) -> float:
+        """Of a fusion: slices of operands count as slices, updates as updates."""
+        parameters = {
+            int(found[1]): name
+            for name, part in inside.items()
+            if part.opcode == "parameter"
+            and (found := re.match(r"(\d+)", part.attributes))
+        }
+        users = collections.defaultdict(list)
+        for part in inside.values():
+            for name in part.operands:
+                users[name].append(part)
+        total = 0.0
+        for i, operand in enumerate(operands):
+            size = num_bytes(operand.shape, main_memory=True)
+            using = users.get(parameters.get(i, ""), [])
+            sliced = [_slice_bytes(part, parameters[i], inside) for part in using]
+            if size and using and all(s is not None for s in sliced):
+                size = min(size, sum(s or 0 for s in sliced))
+            total += size
+        root = next((part for part in inside.values() if part.is_root), None)
+        roots = [root] if root else []
+        if root and root.opcode == "tuple":
+            roots = [inside[name] for name in root.operands if name in inside]
+        written = 0.0
+        for part in roots:
+            if part.opcode == "dynamic-update-slice" and part.operands[1] in inside:
+                written += num_bytes(inside[part.operands[1]].shape)
+            else:
+                written += num_bytes(part.shape)
+        return total + min(written, num_bytes(item.shape, main_memory=True))
+
+
+def parse(line: str) -> Instruction | None:
+    """An instruction of HLO text; None for any other line."""
+    found = _INSTRUCTION.match(line)
+    if not found:
+        return None
+    rest = found[3]
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
+    shape, rest = rest[:end], rest[end:].lstrip()
+    start = rest.find("(")
+    if start < 0:
+        return None
+    opcode, close = rest[:start], _closing(rest, start)
+    inner, attributes = rest[start + 1 : close], rest[close + 1 :]
+    operands = tuple(re.findall(r"%([\w.\-]+)", inner))
+    if opcode == "parameter":
+        attributes = inner  # its number
+    return Instruction(found[2], shape, opcode, operands, attributes, bool(found[1]))
+
+
+def _closing(text: str, start: int) -> int:
+    """Index of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for i in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[i], 0)
+        if depth == 0:
+            return i
+    return len(text) - 1
+
+
+def num_bytes(shape: str, main_memory: bool = False) -> int:
+    """Size of an array or tuple, without padding.
+
+    Args:
+      shape: HLO text, such as `(f32[8,16]{1,0}, s32[])`.
+      main_memory: leave out what lies in another memory (`S(1)`: on the chip).
+    """
+    total = 0
+    for kind, dims, layout in _SHAPE.findall(shape):
+        if main_memory and re.search(r"S\([1-9]", layout):
+            continue
+        total += math.prod(_dims(dims)) * _bits(kind)
+    return total // 8
+
+
+def _bits(kind: str) -> int:
+    if kind in _BITS:
+        return _BITS[kind]
+    found = re.search(r"\d+", kind)
+    return int(found[0]) if found else 0
+
+
+def _dims(text: str) -> list[int]:
+    return [int(size) for size in re.findall(r"\d+", text)]
+
+
+def _shape_dims(shape: str) -> list[int]:
+    found = _SHAPE.search(shape)
+    return _dims(found[2]) if found else []
+
+
+def group_size(attributes: str, num_devices: int) -> int:
+    """Devices in a group of a collective.
+
+    2 in all written forms: `{{0,1},{2,3}}`, `[2,2]<=[4]` and
+    `mesh['a'=2,'b'=2] {'b'}`.
+    """
+    found = re.search(r"replica_groups=\{\{([\d,]*)\}", attributes)
+    if found:
+        return len(_dims(found[1]))
+    found = re.search(r"replica_groups=\[(\d+),(\d+)\]", attributes)
+    if found:
+        return int(found[2])
+    found = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes)
+    if not found:
+        return num_devices
+    sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
+    axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2])
+    return math.prod(int(part or sizes[name]) for name, part in axes)
+
+
+def _branches(item: Instruction) -> Iterable[str]:
+    found = _BRANCHES.search(item.attributes)
+    if found:
+        return [name.strip().lstrip("%") for name in found[1].split(",")]
+    return _TWO_BRANCHES.findall(item.attributes)
+
+
+def _slice_bytes(part: Instruction, name: str, inside: Computation) -> int | None:
+    """What a slice or update reads of its first operand; None for other uses."""
+    if part.operands[:1] != (name,):
+        return None
+    if part.opcode in ("dynamic-slice", "slice", "gather"):
+        return num_bytes(part.shape)
+    if part.opcode == "dynamic-update-slice":
+        return 0
+    return None
+
+
+def _flops(item: Instruction, body: Computation) -> float:
+    if item.opcode not in ("dot", "convolution"):
+        return 0.0
+    left, right = (_shape_dims(body[name].shape) for name in item.operands[:2])
+    out = _shape_dims(item.shape)
+    if item.opcode == "convolution":
+        return _convolution_flops(left, right, out, item.attributes)
+    found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", item.attributes)
+    contracted = _dims(found[1]) if found else []
+    return 2.0 * math.prod(out) * math.prod(left[d] for d in contracted)
+
+
+def _convolution_flops(
+    left: list[int], right: list[int], out: list[int], attributes: str
+) -> float:
+    """2 × (input features × output features × batch) × valid window positions.
+
+    TPUs write matrix products as convolutions, batch axes as spatial ones with padding
+    and dilation, so that places outside the input must not count.
+    """
+    found = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
+    if not found:
+        raise ValueError(f"convolution without dim_labels: {attributes}")
+    left_labels, right_labels, out_labels = found.groups()
+    fields = {
+        name: text.split("x")
+        for name, text in re.findall(r"(\w+)=([\w\-]+)", _window(attributes))
+    }
+    valid = 1
+    for i, label in enumerate(sorted(c for c in left_labels if c.isdigit())):
+        low = int(fields["pad"][i].split("_")[0]) if "pad" in fields else 0
+        stride, grow, reach = (
+            int(fields[name][i]) if name in fields else 1
+            for name in ("stride", "lhs_dilate", "rhs_dilate")
+        )
+        place = (
+            np.arange(out[out_labels.index(label)])[:, None] * stride
+            - low
+            + np.arange(right[right_labels.index(label)])[None] * reach
+        )
+        size = left[left_labels.index(label)]
+        valid *= int(np.sum((place >= 0) & (place % grow == 0) & (place // grow < size)))
+    return (
+        2.0
+        * right[right_labels.index("i")]
+        * out[out_labels.index("f")]
+        * out[out_labels.index("b")]
+        * valid
+    )
+
+
+def _window(attributes: str) -> str:
+    found = re.search(r"window=\{([^}]*)\}", attributes)
+    return found[1] if found else ""
