@@ -138,7 +138,7 @@ def _by_source(result: comparison.Comparison, most: int = 24) -> models.LayoutDO
             fill_alpha=0.85,
             legend_label=group.title,
         )
-    plots.dress_legend(plot, "bottom_right")
+    plots.dress_legend(plot)
     return plot
 
 

@@ -14,7 +14,7 @@ import sys
 
 import numpy as np
 
-from clusterjax import datatypes, errors, steps
+from clusterjax import errors, steps
 from clusterjax import plan as plan_lib
 from clusterjax.data import sources
 from experiments import saved_run, weight_check

@@ -9,7 +9,7 @@ import pytest
 import synthetic_run
 
 from experiments import history, report
-from experiments.report import checks, curves, projections, schedule, style
+from experiments.report import checks, curves, feature_map, projections, schedule, style
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_summary_numbers(record, page):
     assert f"{kept} of 300" in text
     assert "Training loss by cluster" in text
     assert "4.000 → 2.000" in text and "−50.0 %" in text
-    assert "1 min 40 s" in text and "8.0 s (8 %) for the selection" in text
+    assert "1 min 40 s" in text and "selection 8.0 s (8 %)" in text
 
 
 def test_principal_components_equal_the_full_svd(rng):
@@ -177,6 +177,14 @@ def test_settings_show_only_what_differs(record):
     head = shown.split("<details>")[0]
     assert "allocation.batch_size" in head
     assert "allocation.num_epochs" not in head
+
+
+def test_texts_share_their_room():
+    fitted = feature_map._fitted
+    assert fitted("p" * 9, "a" * 9, 20) == ("p" * 9, "a" * 9)
+    assert fitted("p" * 99, "a" * 4, 20) == ("p" * 15 + "…", "a" * 4)
+    assert fitted("p" * 4, "a" * 99, 20) == ("p" * 4, "a" * 15 + "…")
+    assert fitted("p" * 99, "a" * 99, 20) == ("p" * 9 + "…", "a" * 9 + "…")
 
 
 def test_numbers_for_people():

@@ -83,8 +83,8 @@ def _columns(record: record_lib.RunRecord, shown_n: np.ndarray) -> dict[str, obj
     feats, clusters, corpus = record.feats, record.clusters, record.corpus
     assert feats is not None
     id_n = feats.example_id[shown_n]
-    limit = record.config.report.max_text // 2
-    texts = [record.texts(int(i)) for i in id_n]
+    limit = record.config.report.max_text
+    texts = [_fitted(*record.texts(int(i)), limit) for i in id_n]
     cluster_n = None if clusters is None else clusters.cluster_id[shown_n]
     return {
         "id": id_n.astype(np.int32),
@@ -97,9 +97,17 @@ def _columns(record: record_lib.RunRecord, shown_n: np.ndarray) -> dict[str, obj
         "loss": feats.loss[shown_n].astype(np.float32),
         "norm": feats.norm[shown_n].astype(np.float32),
         "labels": feats.num_labels[shown_n].astype(np.int32),
-        "prompt": [style.shorten(prompt, limit) for prompt, _ in texts],
-        "answer": [style.shorten(answer, limit) for _, answer in texts],
+        "prompt": [prompt for prompt, _ in texts],
+        "answer": [answer for _, answer in texts],
     }
+
+
+def _fitted(prompt: str, answer: str, limit: int) -> tuple[str, str]:
+    """Both texts in `limit` characters; what one does not need, the other gets."""
+    half = limit // 2
+    room = max(half, limit - len(answer))
+    prompt = style.shorten(prompt, room)
+    return prompt, style.shorten(answer, max(half, limit - len(prompt)))
 
 
 def _shown(record: record_lib.RunRecord) -> np.ndarray:

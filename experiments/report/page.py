@@ -198,7 +198,7 @@ def _facts(record: record_lib.RunRecord) -> list[tuple[str, str]]:
         first, last = points[0].loss, points[-1].loss
         move = f" ({style.change(last / first - 1)})" if len(points) > 1 else ""
         values = f"{first:.3f} → {last:.3f}" if len(points) > 1 else f"{first:.3f}"
-        facts.append((values, f"held-out loss, nats per token{move}"))
+        facts.append((values, f"nats per token, held out{move}"))
     if record.clusters is not None:
         sizes = record.clusters.sizes
         facts.append(
@@ -214,7 +214,7 @@ def _facts(record: record_lib.RunRecord) -> list[tuple[str, str]]:
         facts.append(
             (
                 style.seconds(seconds),
-                f"in all, {style.seconds(selection)} ({share}) for the selection",
+                f"in all, selection {style.seconds(selection)} ({share})",
             )
         )
     if record.history.training:
@@ -237,7 +237,7 @@ def _header(page: Page, record: record_lib.RunRecord) -> str:
     )
     facts = "".join(
         f'<div class="fact"><b>{style.escape(value)}</b>'
-        f"<span>{style.escape(text)}</span></div>"
+        f"<span>{style.escape(text).replace(' %', '&nbsp;%')}</span></div>"
         for value, text in _facts(record)
     )
     return (

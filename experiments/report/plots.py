@@ -23,12 +23,14 @@ def dress(plot: plotting.figure) -> None:
     plot.grid.grid_line_color = "#eceff1"
 
 
-def dress_legend(plot: plotting.figure, location: str = "top_right") -> None:
-    """A legend whose entries hide their lines when clicked."""
+def dress_legend(plot: plotting.figure) -> None:
+    """A legend above the plot whose entries hide their lines when clicked."""
     if not plot.legend:
         return
-    plot.legend.location = location  # pyright: ignore[reportAttributeAccessIssue]
-    plot.legend.label_text_font_size = "12px"
-    plot.legend.border_line_color = None
-    plot.legend.background_fill_alpha = 0.8
-    plot.legend.click_policy = "hide"
+    legend = plot.legend[0]
+    legend.orientation = "horizontal"
+    legend.label_text_font_size = "12px"
+    legend.border_line_color = None
+    legend.margin, legend.spacing = 0, 16
+    legend.click_policy = "hide"
+    plot.add_layout(legend, "above")
