@@ -21,6 +21,7 @@ from clusterjax import (
     data,
     datatypes,
     errors,
+    exact_match,
     faults,
     features,
     files,
@@ -73,6 +74,8 @@ def execute(
     """
     if config.mesh.num_simulated_devices is not None:
         mesh_lib.simulate(config.mesh.num_simulated_devices)
+    if config.perf.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", config.perf.compilation_cache)
     mesh = mesh_lib.build(config.mesh)
     for text in config_lib.cautions(config):
         progress.say(f"caution: {text}")
@@ -265,6 +268,23 @@ def _train(run: Run) -> None:
             f"{run.schedule.num_steps:,} steps, {trained[-1]['tokens']:,} tokens,"
             f" {trained[-1]['labels']:,} of them labels"
         )
+    _answer(run)
+
+
+def _answer(run: Run) -> None:
+    """Exact match of the trained model, when asked for."""
+    if run.eval_corpus is None or not run.config.eval.exact_match:
+        return
+    with run.ledger.stage("answers") as entry:
+        found = exact_match.measure(
+            run.result.model,
+            run.eval_corpus,
+            run.tokenizer,
+            run.config.eval,
+            mesh_lib.replicated(run.mesh),
+        )
+        run.result.final_eval = {**run.result.final_eval, **found}
+        entry.detail = f"{found['exact_match_examples']:,} prompts"
 
 
 def _summarise(run: Run) -> dict[str, Any]:
