@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import scipy.optimize
+from scipy import optimize
 
-from clusterjax import errors
+from clusterjax import clustering, errors
 from clusterjax import plan as plan_lib
 
 _MOST_CLUSTERS = 64
@@ -93,19 +93,18 @@ def match_clusters(
         a.fingerprints.get("model") == b.fingerprints.get("model")
     )
     if same_space:
-        how = "centroids"
-        cost = ((a.centroids[:, None] - b.centroids[None]) ** 2).sum(2)
-    elif len(row_a):
-        how = "shared candidates"
-        cost = np.zeros((a.num_clusters, b.num_clusters))
-        pairs = a.candidate_cluster[row_a], b.candidate_cluster[row_b]
-        np.add.at(cost, pairs, -1.0)
-    else:
-        raise errors.PlanError(
-            "the plans share no candidate and no feature space: nothing to compare"
-        )
-    rows, columns = scipy.optimize.linear_sum_assignment(cost)
-    return list(zip(rows.tolist(), columns.tolist())), how
+        names_b = clustering.match_centroids(a.centroids, b.centroids)
+        pairs = [(int(i), j) for j, i in enumerate(names_b) if i < a.num_clusters]
+        return sorted(pairs), "centroids"
+    if len(row_a):
+        shared = np.zeros((a.num_clusters, b.num_clusters))
+        at = a.candidate_cluster[row_a], b.candidate_cluster[row_b]
+        np.add.at(shared, at, 1)
+        rows, columns = optimize.linear_sum_assignment(shared, maximize=True)
+        return list(zip(rows.tolist(), columns.tolist())), "shared candidates"
+    raise errors.PlanError(
+        "the plans share no candidate and no feature space: nothing to compare"
+    )
 
 
 def _labels(plan: plan_lib.SelectionPlan, rows: np.ndarray | slice) -> int:

@@ -40,9 +40,7 @@ def _schedule(sizes, *, lengths=None, num_labels=None, plan_settings=None, **set
 
 def test_rounding_of_the_last_step_by_hand():
     # 11 entries in clusters of 6, 4, 1 and steps of 4: the last step holds 3 of
-    # fractions 18/11, 12/11, 3/11, so 1 or 2, 1 or 2, 0 or 1. Full steps hold
-    # 24/11 → 2 or 3, 16/11 → 1 or 2, 4/11 → 0 or 1; two of them take 4 to 6 of
-    # cluster 0, so that the last one may keep 0 to 2.
+    # fractions 18/11, 12/11, 3/11, so 1 or 2, 1 or 2, 0 or 1.
     quota = np.array([6, 4, 1])
     counts = {
         tuple(membership.last_step_counts(quota, 4, np.array(order)).tolist())

@@ -34,7 +34,9 @@ def last_step_counts(
 ) -> np.ndarray:
     """n'_c, entries of each cluster in the incomplete last step; zeros if none.
 
-    The bounds keep both the last step and the full steps inside their rounding.
+    Any rounding of B'·q_c/M will do: with x = B·q_c/M, the full steps are left
+    q_c − n'_c entries, and since q_c = (S−1)·x + B'·q_c/M and counts are integers,
+    (S−1)·⌊x⌋ ≤ q_c − n'_c ≤ (S−1)·⌈x⌉.
 
     Args:
       quota_K: int [K].
@@ -46,17 +48,12 @@ def last_step_counts(
     """
     quota_K = np.asarray(quota_K, np.int64)
     total = int(quota_K.sum())
-    full_steps, rest = divmod(total, batch_size)
+    rest = total % batch_size
     if rest == 0:
         return np.zeros_like(quota_K)
-    low_K, high_K = _rounded(quota_K, rest, total)
-    full_low_K, full_high_K = _rounded(quota_K, batch_size, total)
-    low_K = np.maximum(low_K, quota_K - full_steps * full_high_K)
-    high_K = np.minimum(high_K, quota_K - full_steps * full_low_K)
-    counts_K = low_K.copy()
-    open_K = order_K[(high_K > low_K)[order_K]]
-    # At most one more each: low and high differ by at most one where they are open.
-    counts_K[open_K[: rest - int(low_K.sum())]] += 1
+    counts_K, remainder_K = np.divmod(quota_K * rest, total)
+    open_K = order_K[remainder_K[order_K] > 0]
+    counts_K[open_K[: rest - int(counts_K.sum())]] += 1
     return counts_K
 
 
@@ -115,14 +112,6 @@ def epoch_members(
         row[0, : len(last)] = last
         steps_SB = np.concatenate([steps_SB, row])
     return np.ascontiguousarray(steps_SB)
-
-
-def _rounded(
-    quota_K: np.ndarray, size: int, total: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Floor and ceiling of size·q_c/M."""
-    product_K = quota_K * size
-    return product_K // total, -(-product_K // total)
 
 
 def _by_cluster_then_random(
