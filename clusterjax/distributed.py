@@ -90,12 +90,13 @@ def place(tree: Any, shardings: Any, *, copy: bool = False) -> Any:
     return jax.tree.map(lambda x, s: _place(x, s, copy), tree, shardings)
 
 
-def _place(value: jax.Array, sharding: jax.sharding.Sharding, copy: bool) -> jax.Array:
+def _place(value: Any, sharding: jax.sharding.Sharding, copy: bool) -> jax.Array:
     if jax.process_count() == 1:
-        return jax.device_put(value, sharding, may_alias=not copy)
+        # `device_put` may keep the old buffer as one of several replicas.
+        return jax.device_put(jnp.copy(value) if copy else value, sharding)
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return jnp.copy(value) if copy else value
-    host = np.asarray(value)
+    host = np.array(value, copy=copy or None)
     return jax.make_array_from_callback(host.shape, sharding, lambda i: host[i])
 
 

@@ -236,7 +236,7 @@ def make_gradient(
             (loss, aux), grads = value_and_grad(params, frozen, micro, step)
             return jax.tree.map(jnp.add, carry, (loss, grads)), aux
 
-        zero = jnp.zeros((), loss_lib.accumulator_dtype(batch.loss_weights.dtype))
+        zero = jnp.zeros((), loss_lib.accumulator_dtype(tmpl.config.compute_dtype))
         start = (zero, jax.tree.map(jnp.zeros_like, params))
         (loss, grads), (nll_AP, example_AP) = jax.lax.scan(add, start, batch)
         return loss, grads, nll_AP, example_AP

@@ -236,7 +236,7 @@ def test_the_given_model_stays_as_it_was(make_mesh, tmp_path):
     model = training_cases.model()
     before = jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     schedule = training_cases.schedule(training_cases.corpus(), max_steps=2)
-    _fit(make_mesh(1), tmp_path, model=model, schedule=schedule)
+    _fit(make_mesh(2), tmp_path, model=model, schedule=schedule)
     after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
