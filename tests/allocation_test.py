@@ -1,5 +1,6 @@
 """Schedules: hand-worked examples, look-ups, placements, row assembly, errors."""
 
+import collections
 import dataclasses
 import pathlib
 import time
@@ -289,11 +290,12 @@ def _quickstart():
 
 
 @pytest.mark.parametrize("num_shards", [2, 4, 8, 16])
-def test_tokens_are_balanced_between_shards(num_shards):
+@pytest.mark.parametrize("num_clusters", [6, 200])
+def test_tokens_are_balanced_between_shards(num_shards, num_clusters):
     lengths, _ = _quickstart()
     rng = np.random.default_rng(num_shards)
     length = rng.choice(lengths, (20, 32 * num_shards))
-    cluster = np.sort(rng.integers(0, 6, length.shape), axis=1)
+    cluster = np.sort(rng.integers(0, num_clusters, length.shape), axis=1)
     shard = placement.spread(cluster, length, num_shards)
     load = np.array(
         [np.bincount(s, n, minlength=num_shards) for s, n in zip(shard, length)]
@@ -303,6 +305,20 @@ def test_tokens_are_balanced_between_shards(num_shards):
     dealt = np.arange(32 * num_shards) % num_shards
     plain = np.array([np.bincount(dealt, n, minlength=num_shards) for n in length])
     assert (plain.max(1) / plain.mean(1)).mean() > 1.06
+
+
+def test_few_examples_and_many_clusters_are_balanced_by_swaps():
+    lengths, _ = _quickstart()
+    rng = np.random.default_rng(0)
+    length = rng.choice(lengths, (100, 64))
+    cluster = np.sort(rng.integers(0, 30, length.shape), axis=1)
+    shard = placement.spread(cluster, length, 8)
+    load = np.array([np.bincount(s, n, minlength=8) for s, n in zip(shard, length)])
+    assert (load.max(1) / load.mean(1)).mean() <= 1.02  # 1.11 without swaps
+    for clusters, shards in zip(cluster, shard):
+        assert np.ptp(np.bincount(shards, minlength=8)) == 0
+        for c in np.unique(clusters):
+            assert np.ptp(np.bincount(shards[clusters == c], minlength=8)) <= 1
 
 
 def _quickstart_figures(batch_size, even_steps=True):
@@ -330,6 +346,18 @@ def test_even_steps_hold_equally_many_tokens():
         labels = schedule.num_labels[schedule.members(0)].sum(1)
         spread.append(labels.std() / labels.mean())
     assert spread[0] < 0.25 * spread[1]
+
+
+def test_even_steps_mix_anew_in_every_epoch():
+    # All sizes differ, so that the strata are the same in every epoch.
+    pairs = collections.Counter()
+    for epoch in range(40):
+        members = membership.epoch_members(
+            np.zeros(40, int), np.array([40]), np.arange(40), 4, 0, epoch, np.arange(40)
+        )
+        step = members[(members == 0).any(1)][0]
+        pairs.update(step[step != 0].tolist())
+    assert len(pairs) == 30 and max(pairs.values()) <= 13  # one of each ten: 4 ± 2
 
 
 def test_even_steps_are_unbiased():

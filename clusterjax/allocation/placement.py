@@ -21,8 +21,9 @@ def spread(
     Positions of a step, with the clusters side by side, are dealt to the shards in
     turn: that fixes how many examples of each cluster a shard gets. Which ones is then
     decided by length: the longest first, each to the shard with the fewest tokens that
-    still expects one of its cluster; and last, pairs of the same cluster are swapped
-    between the fullest and the emptiest shard as long as that helps.
+    still expects one of its cluster; and last, pairs are swapped between the fullest
+    and the emptiest shard as long as that helps: two of one cluster, or one each of two
+    clusters that the giving shards have one more of.
 
     Args:
       cluster_SB: int [S, B], equal ones side by side; −1 = no example.
@@ -126,7 +127,7 @@ def _deal(group_SB: np.ndarray, length_SB: np.ndarray, num_shards: int) -> np.nd
 def _swap(
     shard_SB: np.ndarray, group_SB: np.ndarray, length_SB: np.ndarray, num_shards: int
 ) -> None:
-    """Swaps pairs of one group between the fullest and the emptiest shard, in place."""
+    """Swaps pairs between the fullest and the emptiest shard, in place."""
     load = _loads(shard_SB, length_SB, num_shards)
     active = np.arange(len(shard_SB))
     for _ in range(_SWAP_ROUNDS):
@@ -155,17 +156,24 @@ def _best_pairs(
     low: np.ndarray,
     gap: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """For each active step the pair whose difference is nearest to half the gap."""
+    """For each active step the pair whose difference is nearest to half the gap.
+
+    Returns:
+      (whether it helps, position on the fullest shard, position on the emptiest,
+      tokens moved), one of each for every active step.
+    """
     shard, group, length = shard_SB[active], group_SB[active], length_SB[active]
     first = _members(shard == high[:, None])
     second = _members(shard == low[:, None])
     rows = np.arange(len(active))[:, None]
     difference = length[rows, first][:, :, None] - length[rows, second][:, None, :]
-    allowed = (
-        (group[rows, first][:, :, None] == group[rows, second][:, None, :])
-        & (first >= 0)[:, :, None]
-        & (second >= 0)[:, None, :]
-    )
+    group_first, group_second = group[rows, first], group[rows, second]
+    surplus = _surplus(shard, group, high, low)
+    allowed = group_first[:, :, None] == group_second[:, None, :]
+    allowed |= (surplus[rows, group_first] > 0)[:, :, None] & (
+        surplus[rows, group_second] < 0
+    )[:, None, :]
+    allowed &= (first >= 0)[:, :, None] & (second >= 0)[:, None, :]
     distance = np.where(
         allowed, np.abs(2 * difference - gap[:, None, None]), np.iinfo(np.int64).max
     )
@@ -174,6 +182,16 @@ def _best_pairs(
     moved = difference[rows[:, 0], i, j]
     better = (distance[rows[:, 0], i, j] < gap) & (moved > 0)
     return better, first[rows[:, 0], i], second[rows[:, 0], j], moved
+
+
+def _surplus(
+    shard_SB: np.ndarray, group_SB: np.ndarray, high: np.ndarray, low: np.ndarray
+) -> np.ndarray:
+    """int [S, groups]: how many more of a group the shard `high` has than `low`."""
+    result = np.zeros((len(shard_SB), int(group_SB.max()) + 1), np.int32)
+    sign_SB = (shard_SB == high[:, None]).astype(np.int32) - (shard_SB == low[:, None])
+    np.add.at(result, (np.arange(len(shard_SB))[:, None], group_SB), sign_SB)
+    return result
 
 
 def _members(mask_SB: np.ndarray) -> np.ndarray:
