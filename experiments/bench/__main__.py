@@ -1,0 +1,20 @@
+"""`python -m experiments.bench SUBJECT [flags]`: a subject is a module of this folder."""
+
+import pathlib
+import runpy
+import sys
+
+
+def main() -> None:
+    """Runs the subject's module as if it were called itself."""
+    here = pathlib.Path(__file__).parent
+    hidden = ("__init__", "__main__", "torch_loop")
+    subjects = sorted(p.stem for p in here.glob("*.py") if p.stem not in hidden)
+    if len(sys.argv) < 2 or sys.argv[1] not in subjects:
+        sys.exit(f"usage: python -m experiments.bench {{{' | '.join(subjects)}}} ...")
+    subject = sys.argv.pop(1)
+    runpy.run_module(f"experiments.bench.{subject}", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
