@@ -53,7 +53,7 @@ def export(folder: epath.Path, kind: str, out: str, text: bool) -> str:
     if kind == "jsonl":
         count = jsonl.write(kept, out)
     elif kind == "hub":
-        count = hub.write(kept, out)
+        count = hub.write(kept if text else records.tokenized(run), out)
     else:
         count = array_record.write(kept, pathlib.Path(out))
     return f"{count:,} kept examples in {out}"
@@ -94,7 +94,9 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--format", choices=FORMATS, required=True)
             command.add_argument("--out", required=True, help="file or directory")
             command.add_argument(
-                "--tokens_only", action="store_true", help="leave the text out"
+                "--tokens_only",
+                action="store_true",
+                help="leave the text out; hub: input_ids, attention_mask, labels only",
             )
     return parser
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 
 import data_inputs
 import numpy as np
@@ -110,6 +111,17 @@ def test_hub_directory_loads_with_the_datasets_library(run, tmp_path):
     assert loaded.to_list() == list(records.records(run))
 
 
+def test_tokens_only_has_exactly_three_columns(run, tmp_path, command):
+    out = tmp_path / "kept"
+    arguments = ("--format", "hub", "--tokens_only", "--out", out)
+    assert command("export", run.folder, *arguments)[0] == 0
+    with pa.ipc.open_stream(out / "data-00000-of-00001.arrow") as stream:
+        table = stream.read_all()
+    assert table.column_names == ["input_ids", "attention_mask", "labels"]
+    lengths = [len(ids) for ids in table["input_ids"].to_pylist()]
+    assert [sum(mask) for mask in table["attention_mask"].to_pylist()] == lengths
+
+
 def test_array_record_directory_loads_with_tfds(run, tmp_path):
     expected = list(records.records(run, text=False))
     out = tmp_path / "kept"
@@ -137,6 +149,21 @@ def test_step_table_is_the_schedule(run, tmp_path):
         labels = np.array(table["num_labels"])[mine]
         if len(set(expected.cluster_id)) == 3:
             assert found @ labels == pytest.approx(1, abs=1e-12)
+
+
+def test_the_documented_reader_needs_no_clusterjax(run, tmp_path, monkeypatch):
+    text = (pathlib.Path(__file__).parent.parent / "docs" / "plan.md").read_text()
+    code = next(
+        block for block in text.split("```python\n")[1:] if "read_table" in block
+    ).split("```")[0]
+    assert "clusterjax" not in code
+    step_table.write(run.schedule, tmp_path / "steps.parquet")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(code, names)
+    for step in run.schedule:
+        expected = list(zip(step.example_id.tolist(), step.weight.tolist()))
+        assert names["steps"][step.step] == expected
 
 
 def test_changed_text_is_noticed(run, tmp_path):

@@ -21,6 +21,7 @@ _TYPES = {
     "cluster_id": pa.int32(),
     "weight": pa.float64(),
     "input_ids": pa.list_(pa.int32()),
+    "attention_mask": pa.list_(pa.int8()),
     "labels": pa.list_(pa.int32()),
     "messages": pa.list_(_TURN),
 }

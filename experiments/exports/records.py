@@ -46,6 +46,16 @@ def records(run: saved_run.SavedRun, *, text: bool = True) -> Iterator[dict[str,
         yield record
 
 
+def tokenized(run: saved_run.SavedRun) -> Iterator[dict[str, list[int]]]:
+    """`input_ids`, `attention_mask` and `labels` of each kept entry, nothing else."""
+    for record in records(run, text=False):
+        yield {
+            "input_ids": record["input_ids"],
+            "attention_mask": [1] * len(record["input_ids"]),
+            "labels": record["labels"],
+        }
+
+
 def _tokens(corpus: datatypes.Corpus, i: int) -> dict[str, list[int]]:
     tokens, is_label = corpus.example(i)
     labels = np.where(is_label, tokens, IGNORED_LABEL)
