@@ -49,7 +49,6 @@ class Options:
     with many clusters, but slow and without a fixed order on accelerators.
     """
 
-    max_iterations: int
     spherical: bool
     mesh: Mesh
     block: int
@@ -69,7 +68,11 @@ def initial(centers_GKD: jax.Array) -> LoopState:
 
 
 def run(
-    rows: rows_lib.Rows, state: LoopState, tolerance: float, options: Options
+    rows: rows_lib.Rows,
+    state: LoopState,
+    tolerance: float,
+    max_iterations: int,
+    options: Options,
 ) -> LoopState:
     """Iterates until every start is done or one has an empty cluster."""
     state = _run(
@@ -77,6 +80,7 @@ def run(
         rows.weight_N,
         state,
         jnp.float32(tolerance),
+        jnp.int32(max_iterations),
         options=options,
     )
     return jax.block_until_ready(state)
@@ -88,6 +92,7 @@ def _run(
     weight_N: jax.Array,
     state: LoopState,
     tolerance: jax.Array,
+    max_iterations: jax.Array,
     *,
     options: Options,
 ) -> LoopState:
@@ -103,7 +108,7 @@ def _run(
         def iterate(state: LoopState) -> LoopState:
             sums = _sums(x_nbD, w_nb, state.centers_GKD, axes, options)
             total = jax.lax.psum(sums, axes)
-            return _advance(state, total, tolerance, options)
+            return _advance(state, total, tolerance, max_iterations, options.spherical)
 
         return jax.lax.while_loop(unfinished, iterate, state)
 
@@ -210,13 +215,17 @@ def argmin(score: jax.Array) -> jax.Array:
 
 
 def _advance(
-    state: LoopState, sums_GKE: jax.Array, tolerance: jax.Array, options: Options
+    state: LoopState,
+    sums_GKE: jax.Array,
+    tolerance: jax.Array,
+    max_iterations: jax.Array,
+    spherical: bool,
 ) -> LoopState:
     """One update of the centres from the summed rows; finished starts stay put."""
     weight_GK1 = sums_GKE[..., -1:]
     empty_GK = weight_GK1[..., 0] <= 0
     mean = sums_GKE[..., :-1] / jnp.where(weight_GK1 > 0, weight_GK1, 1)
-    if options.spherical:
+    if spherical:
         mean = unit(mean)
     old = state.centers_GKD
     new = jnp.where(empty_GK[..., None], old, mean)
@@ -228,7 +237,7 @@ def _advance(
     return LoopState(
         centers_GKD=new,
         iterations_G=iterations_G,
-        active_G=state.active_G & ~met_G & (iterations_G < options.max_iterations),
+        active_G=state.active_G & ~met_G & (iterations_G < max_iterations),
         converged_G=state.converged_G | met_G,
         empty_GK=holes_GK,
         weight_GK=jnp.where(

@@ -103,7 +103,7 @@ def mini_batch_kmeans(
         before_KD = centers_KD
         for batch in _batches(num_rows, batch_rows, rng):
             rows = place(batch, batch_rows)
-            centers_KD = _update(rows, centers_KD, seen_K, limits)
+            centers_KD = _update(rows, centers_KD, seen_K)
             num_batches += 1
         shift = float(np.sum((centers_KD - before_KD) ** 2))
         converged = shift <= tol * sample.variance
@@ -129,10 +129,9 @@ def _update(
     rows: rows_lib.Rows,
     centers_KD: np.ndarray,
     seen_K: np.ndarray,
-    limits: restarts.Limits,
 ) -> np.ndarray:
     """Centres after one batch; `seen_K`, the weight they have seen, grows in place."""
-    options = restarts.loop_options(rows, len(centers_KD), limits)
+    options = restarts.loop_options(rows, len(centers_KD))
     local_KD = jnp.asarray(centers_KD - rows.offset_D, jnp.float32)
     total_KE = np.asarray(lloyd.totals(rows, local_KD[None], options)[0], np.float64)
     weight_K = total_KE[:, -1]

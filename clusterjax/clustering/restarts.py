@@ -133,12 +133,9 @@ def converge(
     return jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
 
 
-def loop_options(
-    rows: rows_lib.Rows, num_clusters: int, limits: Limits
-) -> lloyd.Options:
+def loop_options(rows: rows_lib.Rows, num_clusters: int) -> lloyd.Options:
     on_cpu = rows.mesh.devices.flat[0].platform == "cpu"
     return lloyd.Options(
-        max_iterations=limits.max_iterations,
         spherical=rows.spherical,
         mesh=rows.mesh,
         block=rows.block,
@@ -163,9 +160,11 @@ def _iterate(
     rows: rows_lib.Rows, state: lloyd.LoopState, limits: Limits
 ) -> lloyd.LoopState:
     """Lloyd's iterations of one group; an empty cluster takes the farthest row."""
-    options = loop_options(rows, state.centers_GKD.shape[1], limits)
+    options = loop_options(rows, state.centers_GKD.shape[1])
     while True:
-        state = lloyd.run(rows, state, limits.tol * rows.variance, options)
+        state = lloyd.run(
+            rows, state, limits.tol * rows.variance, limits.max_iterations, options
+        )
         empty_GK = np.asarray(state.empty_GK)
         if not empty_GK.any():
             return state
@@ -198,6 +197,7 @@ def _recombine(
         sample.mesh,
         spherical=sample.spherical,
         block_rows=sample.block,
+        like=sample,
     )
     starts_RKD = seeding.plus_plus(centers, clusters, restarts, key)
     # The centres are few and their clusters coarse: more iterations change nothing.

@@ -25,6 +25,8 @@ DATA_AXES = ("data", "fsdp")
 NOISE_ROWS = 256
 # Rows whose distances are in memory at once, by default.
 BLOCK_ROWS = 2048
+# Up to this size, padding to a compiled shape costs less than another compilation.
+SHARED_ROWS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +88,7 @@ def place(
     spherical: bool = False,
     row_names: Any = None,
     block_rows: int = BLOCK_ROWS,
+    like: Rows | None = None,
 ) -> Rows:
     """Lays rows over the data shards of `mesh` (one device when it is None).
 
@@ -98,6 +101,7 @@ def place(
         keeps distances exact far from the origin.
       row_names: ids of the rows for error messages, row numbers when None.
       block_rows: most rows whose distances are in memory at once.
+      like: rows of a shape that is already compiled for, taken over if it is small.
 
     Raises:
       UserError: a row is not finite, there is no row, or shapes do not fit.
@@ -108,6 +112,8 @@ def place(
     shards = num_shards(mesh)
     block = _block_rows(block_rows, num_rows, shards)
     padded = math.ceil(num_rows / shards / block) * block * shards
+    if like is not None and padded <= len(like.values_ND) <= SHARED_ROWS:
+        block, padded = like.block, len(like.values_ND)
     sharding = NamedSharding(mesh, P(data_axes(mesh)))
 
     def rows_of(index: tuple[slice, ...]) -> np.ndarray:
@@ -127,11 +133,12 @@ def place(
 
     values = jax.make_array_from_callback((padded, dim), sharding, rows_of)
     weight = jax.make_array_from_callback((padded,), sharding, weights_of)
-    values, square, offset, variance, bad = _prepare(
+    values, square, offset, variance, finite = _prepare(
         values, weight, num_rows, spherical=spherical, mesh=mesh
     )
-    if int(bad):
-        raise _not_finite(square, num_rows, row_names)
+    finite_N = to_host(finite, num_rows)
+    if not finite_N.all():
+        raise _not_finite(np.flatnonzero(~finite_N), num_rows, row_names)
     return Rows(
         values_ND=values,
         weight_N=weight,
@@ -165,7 +172,7 @@ def _prepare(
     spherical: bool,
     mesh: Mesh,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Centred (or unit) rows, squares, offset, mean variance, number of bad rows."""
+    """Centred (or unit) rows, squares, offset, mean variance, which are finite."""
     axes = data_axes(mesh)
 
     def local(x_ND: jax.Array, w_N: jax.Array) -> Any:
@@ -182,15 +189,14 @@ def _prepare(
         offset_D = jnp.zeros_like(mean_D) if spherical else mean_D
         # Padding stays at zero, so that no distance to it can overflow.
         x_ND = jnp.where(real_N[:, None], x_ND - offset_D[None], 0)
-        square_N = jnp.where(finite_N, jnp.sum(x_ND * x_ND, axis=1), jnp.nan)
-        bad = jax.lax.psum(jnp.sum(~finite_N), axes)
-        return x_ND, square_N, offset_D, jnp.mean(second), bad
+        square_N = jnp.sum(x_ND * x_ND, axis=1)
+        return x_ND, square_N, offset_D, jnp.mean(second), finite_N
 
     return jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(P(axes), P(axes)),
-        out_specs=(P(axes), P(axes), P(), P(), P()),
+        out_specs=(P(axes), P(axes), P(), P(), P(axes)),
     )(values_ND, weight_N)
 
 
@@ -239,8 +245,7 @@ def _check(values_ND: Any, weight_N: np.ndarray | None) -> None:
         )
 
 
-def _not_finite(square_N: jax.Array, num_rows: int, row_names: Any) -> errors.UserError:
-    bad = np.flatnonzero(~np.isfinite(to_host(square_N, num_rows)))
+def _not_finite(bad: np.ndarray, num_rows: int, row_names: Any) -> errors.UserError:
     named = bad if row_names is None else np.asarray(row_names)[bad]
     shown = ", ".join(str(name) for name in named[:5])
     more = f" and {len(bad) - 5:,} more" if len(bad) > 5 else ""
