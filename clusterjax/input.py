@@ -74,8 +74,19 @@ class Layout:
     """
 
     def __init__(
-        self, schedule: Schedule, corpus: datatypes.Corpus, mesh: jax.sharding.Mesh
+        self,
+        schedule: Schedule,
+        corpus: datatypes.Corpus,
+        mesh: jax.sharding.Mesh,
+        first_step: int = 0,
     ):
+        """Args:
+        schedule: of the run, or of a part of it.
+        corpus: the examples.
+        mesh: the mesh.
+        first_step: step of the run that is the schedule's step 0.
+        """
+        self._first_step = first_step
         self._schedule, self._corpus = schedule, corpus
         self._num_shards = mesh_lib.num_shards(mesh)
         most = schedule.labels_needed(self._num_shards)
@@ -83,7 +94,7 @@ class Layout:
 
     def rows(self, step: int, shards: tuple[int, ...]) -> StepInput:
         """Assembles the rows of `shards`, in NumPy."""
-        placed = self._schedule.place(step, self._num_shards)
+        placed = self._schedule.place(step - self._first_step, self._num_shards)
         return StepInput(
             step,
             placed.step.epoch,

@@ -46,6 +46,21 @@ class Preempted(SystemExit):
         self.step = step
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The steps of a run that one schedule covers.
+
+    Attributes:
+      start: step of the run that is the schedule's step 0.
+      stop: step to stop before, with a checkpoint.
+      total: steps of the whole run.
+    """
+
+    start: int
+    stop: int
+    total: int
+
+
 class Loop:
     """One start of a run: `start`, `evaluate_on` (optional), `run`.
 
@@ -70,6 +85,7 @@ class Loop:
         expected: dict[str, str],
         perf: config.PerfConfig,
         report: config.ReportConfig,
+        part: Part,
     ):
         self.template, self.mesh = tmpl, mesh
         self.seconds: dict[str, float] = collections.defaultdict(float)
@@ -78,9 +94,9 @@ class Loop:
         self._corpus, self._schedule, self._cfg = corpus, schedule, cfg
         self._folder, self._store, self._expected = folder, store, expected
         self._perf, self._report = perf, report
-        self._num_steps = schedule.num_steps
-        self._rate = optimizer.learning_rate(cfg.optimizer, self._num_steps)
-        self._layout = input_lib.Layout(schedule, corpus, mesh)
+        self._part, self._num_steps = part, part.total
+        self._rate = optimizer.learning_rate(cfg.optimizer, part.total)
+        self._layout = input_lib.Layout(schedule, corpus, mesh, part.start)
         self._sizes = step_lib.Sizes(self._layout.label_slots, perf.vocab_chunk)
         self._totals = metrics_lib.Totals()
         self._evaluator: evaluate.Evaluator | None = None
@@ -129,7 +145,7 @@ class Loop:
         try:
             if not first:
                 self._evaluate(0)
-            if first < self._num_steps:
+            if first < self._part.stop:
                 self._train(first)
             with self._timed("checkpoint"):
                 self._store.wait()
@@ -145,8 +161,13 @@ class Loop:
             self.state,
         )
         begin = time.monotonic()
-        found = self._store.restore(abstract, self._expected)
+        found = self._store.restore(abstract, self._required())
         if found is None:
+            if self._part.start:
+                raise errors.CheckpointError(
+                    f"{self._folder / 'checkpoints'} has no whole checkpoint to go on"
+                    f" from at step {self._part.start}"
+                )
             return 0
         self.state, record = found
         self.seconds.update(record["seconds"])
@@ -156,8 +177,15 @@ class Loop:
         progress.say(f"  resumed at step {step:,} of {self._num_steps:,}")
         return step
 
+    def _required(self) -> dict[str, str]:
+        """What the checkpoint's record must say."""
+        if self._part.start and self._store.steps()[-1:] == [self._part.start]:
+            # Saved at the end of the part before, under the plan before.
+            return {n: v for n, v in self._expected.items() if n != "plan"}
+        return self._expected
+
     def _train(self, first: int) -> None:
-        numbers = range(first, self._num_steps)
+        numbers = range(first, self._part.stop)
         feed = input_lib.Feed(self._layout, self.mesh, numbers, self._perf.prefetch)
         profile = metrics_lib.Profile(self._report.profile_steps, self._folder)
         inputs = iter(feed)
@@ -190,7 +218,8 @@ class Loop:
         faults.point("train.step")
         at_end = done == self._num_steps
         eval_due = at_end or _is_due(done, self._cfg.eval_every)
-        save_due = at_end or _is_due(done, self._cfg.checkpoint_every)
+        at_stop = done == self._part.stop
+        save_due = at_stop or _is_due(done, self._cfg.checkpoint_every)
         stopping = self._stopping(done)
         if eval_due or save_due or stopping:
             with self._timed("steps"):

@@ -74,6 +74,9 @@ def fit(
     mesh_cfg: config.MeshConfig = config.MeshConfig(),
     perf: config.PerfConfig = config.PerfConfig(),
     report: config.ReportConfig = config.ReportConfig(),
+    start_at: int = 0,
+    stop_at: int | None = None,
+    total_steps: int | None = None,
 ) -> Result:
     """Trains `model` on the schedule; goes on from the newest checkpoint, if any.
 
@@ -91,12 +94,18 @@ def fit(
       mesh_cfg: whether parameters that do not divide may be replicated.
       perf: speed and memory.
       report: whether TensorBoard events and a profile are written.
+      start_at: step of the run that is the schedule's step 0, when a renewed plan takes
+        over; the state comes from the checkpoint of that step or a later one.
+      stop_at: step to stop before, with a checkpoint; None: the schedule's end.
+      total_steps: of the whole run, for the learning rate; None: the schedule's.
 
     Raises:
       errors.UserError: config, checkpoints or hosts do not fit together; or a step was
         not finite and `cfg.nonfinite` is `stop`.
       Preempted: SIGTERM or a preemption notice came; the state is saved.
     """
+    end = start_at + schedule.num_steps
+    part = loop_lib.Part(start_at, stop_at or end, total_steps or end)
     expected = {
         "plan": schedule.fingerprint,
         "corpus": corpus.fingerprint,
@@ -117,7 +126,7 @@ def fit(
         in_background=perf.async_checkpoints,
     )
     loop = loop_lib.Loop(
-        tmpl, corpus, schedule, cfg, mesh, folder, store, expected, perf, report
+        tmpl, corpus, schedule, cfg, mesh, folder, store, expected, perf, report, part
     )
     loop.start(params, frozen, mesh_cfg.allow_replication)
     if eval_corpus is not None and eval_corpus.num_examples:
@@ -125,7 +134,7 @@ def fit(
     with _stopping_on_sigterm(loop.stop_requested), distributed.ending_together():
         first = loop.run()
         trained = _trained(loop, model_cfg.lora)
-        if cfg.save_model:
+        if cfg.save_model and part.stop == part.total:
             _save(loop, trained, tokenizer, folder, model_cfg)
     evals = [line for line in loop.log.history if line["kind"] == "eval"]
     return Result(

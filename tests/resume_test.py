@@ -141,3 +141,44 @@ def test_a_finished_run_is_not_trained_again(make_mesh, tmp_path, capsys):
     assert again.resumed_from == 9
     assert again.final_eval == first.final_eval
     assert again.history == first.history
+
+
+class _Rest:
+    """The steps of a schedule from `first` on, as a renewed plan would bring them."""
+
+    def __init__(self, schedule, first):
+        self._schedule, self._first = schedule, first
+        self.num_steps = schedule.num_steps - first
+        self.num_labels, self.plan = schedule.num_labels, schedule.plan
+        self.fingerprint = "renewed"
+
+    def place(self, step, num_shards):
+        return self._schedule.place(step + self._first, num_shards)
+
+    def labels_needed(self, num_shards):
+        return self._schedule.labels_needed(num_shards)
+
+
+def test_a_renewed_plan_takes_over(make_mesh, tmp_path, undisturbed):
+    """In two parts with a schedule each: the same run, if the steps are the same."""
+    corpus = training_cases.corpus()
+    schedule = training_cases.schedule(corpus, num_epochs=3)
+    parts = (
+        (schedule, {"stop_at": 4, "total_steps": 9}),
+        (_Rest(schedule, 4), {"start_at": 4}),
+    )
+    for part, settings in parts:
+        found = train.fit(
+            training_cases.model(),
+            corpus,
+            part,
+            CONFIG,
+            make_mesh(2),
+            tmp_path,
+            eval_corpus=training_cases.corpus(6, seed=5),
+            perf=config.PerfConfig(vocab_chunk=25),
+            **settings,
+        )
+    for a, b in zip(_arrays(found), undisturbed[0], strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert _lines(tmp_path) == undisturbed[1]

@@ -1,4 +1,4 @@
-"""`python -m experiments.bench SUBJECT [flags]`: a subject is a module of this folder."""
+"""`python -m experiments.bench SUBJECT [flags]`: a subject is a module in here."""
 
 import pathlib
 import runpy
