@@ -66,8 +66,7 @@ class SourceConfig:
         "columns",
     ] = key(
         "auto",
-        "auto | instruction_response | alpaca | prompt_completion | messages |"
-        " conversations | columns",
+        "how rows hold prompt and answer; auto: by the columns found",
     )
     prompt_column: str = key("", "with layout=columns: column that holds the prompt")
     response_column: str = key("", "with layout=columns: column that holds the answer")
@@ -101,10 +100,12 @@ class DataConfig:
         512, "longest example, in tokens; longer ones are cut", least=2
     )
     on_error: Literal["stop", "skip"] = key(
-        "stop", "stop | skip: rows that can't be used end the run"
+        "stop",
+        "what a row that can't be used does: end the run, or be left out and listed",
     )
     drop_duplicates: Literal["none", "exact", "normalized"] = key(
-        "exact", "none | exact | normalized (case and white space ignored)"
+        "exact",
+        "which repeated rows are left out; normalized: case and white space ignored",
     )
     max_line_bytes: int = key(
         4_000_000, "longest line of a text file, in bytes", least=1
@@ -133,10 +134,10 @@ class ModelConfig:
 
     path: str = key("builtin", "Hugging Face directory, or `builtin`")
     param_dtype: Literal["float32", "bfloat16"] = key(
-        "float32", "float32 | bfloat16: type of the masters"
+        "float32", "type of the master weights"
     )
     compute_dtype: Literal["float32", "bfloat16"] = key(
-        "float32", "float32 | bfloat16: type of activations"
+        "float32", "type of activations and matrix products"
     )
     lora: LoraConfig = group(LoraConfig, "low-rank adapters")
 
@@ -146,7 +147,8 @@ class FeaturesConfig:
     """Gradient features (METHOD §1)."""
 
     kind: Literal["proxy", "head", "probe", "per_example"] = key(
-        "proxy", "proxy | head | probe | per_example"
+        "proxy",
+        "last-layer proxy (the paper's), exact last layer, all layers, any parameters",
     )
     dim: int | None = key(
         None, "final width by a seeded projection; None = as is", least=1
@@ -161,14 +163,14 @@ class FeaturesConfig:
         (r".*",), "per_example: regular expressions of parameter paths"
     )
     projection: Literal["identity", "rademacher", "normal", "sparse"] = key(
-        "rademacher", "identity | rademacher | normal | sparse"
+        "rademacher", "random matrix that narrows the gradients"
     )
     block_size: int = key(
         65536, "per_example: gradient entries projected at a time", least=1
     )
     seed: int = key(0, "seed of the projections")
     center: Literal["none", "mean"] = key(
-        "none", "none | mean: subtract the mean raw feature first"
+        "none", "mean: subtract the mean raw feature before scaling to unit length"
     )
     max_tokens: int | None = key(None, "longest input of the pass, in tokens", least=2)
     num_layers: int | None = key(
@@ -176,13 +178,13 @@ class FeaturesConfig:
     )
     model: str = key("", "another, smaller model for the pass; '' = the trained one")
     compute_dtype: Literal["", "float32", "bfloat16"] = key(
-        "", "'' = model.compute_dtype | float32 | bfloat16"
+        "", "type of activations in the pass; '' = model.compute_dtype"
     )
     during_first_epoch: bool = key(
         False, "take the features from the training passes of a first full epoch"
     )
     store_dtype: Literal["float32", "float16"] = key(
-        "float32", "float32 | float16: type on disk"
+        "float32", "type of the stored features"
     )
     store_dir: str = key("", "feature store; '' = in the workdir")
     agreement_sample: int = key(
@@ -204,7 +206,7 @@ class ClusteringConfig:
         1e-4, "stop at centre shift < tol × mean feature variance", least=0
     )
     metric: Literal["euclidean", "spherical"] = key(
-        "euclidean", "euclidean | spherical"
+        "euclidean", "distance: euclidean (the paper's), or by the angle"
     )
     min_cluster_size: int = key(
         10, "floor: smaller clusters are dissolved, examples", least=0
@@ -241,11 +243,10 @@ class SelectionConfig:
         "target",
     ] = key(
         "cluster",
-        "cluster | full | random | stratified | uniform | highest_loss | largest_norm |"
-        " k_center | near_duplicate | target",
+        "cluster (the paper's), or a baseline at equal budget",
     )
     quota: Literal["min", "waterfill"] = key(
-        "min", "cluster: min (the paper's) | waterfill"
+        "min", "cluster: what the smallest allows (the paper's), or a target fraction"
     )
     ratio: float = key(
         0.75, "quota=min: share of the smallest cluster, in (0, 1]", above=0, most=1
@@ -258,7 +259,7 @@ class SelectionConfig:
     )
     budget: Literal["examples", "tokens"] = key(
         "examples",
-        "what target_fraction counts for the baselines: examples | tokens (labels)",
+        "what target_fraction counts for the baselines; tokens: labels only",
     )
     num_kept: int | None = key(
         None, "baselines: examples kept, instead of a fraction", least=1
@@ -274,17 +275,18 @@ class SelectionConfig:
         "all",
     ] = key(
         "farthest",
-        "farthest (the paper's) | nearest | mixed | random | largest_norm | k_center |"
-        " herding | all",
+        "which examples of a cluster fill its quota; farthest is the paper's",
     )
     share: Literal["examples", "tokens"] = key(
-        "examples", "π_c from: examples (the paper's) | tokens (labels)"
+        "examples",
+        "what a cluster's share π_c counts; examples is the paper's, tokens: labels",
     )
     weighting: Literal["share", "sqrt", "uniform", "none"] = key(
-        "share", "share (the paper's) | sqrt | uniform | none"
+        "share",
+        "how π_c follows the share; share is the paper's, none: one global mean",
     )
     normalise: Literal["token", "example"] = key(
-        "token", "token | example: the mean inside a cluster"
+        "token", "the mean inside a cluster is over label tokens or over examples"
     )
     min_kept_fraction: float = key(
         0.05, "a plan that keeps less stops, in [0, 1]", least=0, most=1
@@ -314,7 +316,7 @@ class AllocationConfig:
         None, "stop after this many steps; None = all epochs", least=1
     )
     order: Literal["shuffled", "herded"] = key(
-        "shuffled", "shuffled | herded, within clusters"
+        "shuffled", "order within clusters: at random, or by herding of the gradients"
     )
     even_steps: bool = key(
         True,
@@ -325,10 +327,12 @@ class AllocationConfig:
         0, "herded: candidates looked at per pick; 0 = all", least=0
     )
     placement: Literal["spread", "dedicated"] = key(
-        "spread", "spread | dedicated (the paper's)"
+        "spread",
+        "every worker a share of every cluster, or (the paper's) its own clusters",
     )
     last_step: Literal["pad", "drop"] = key(
-        "pad", "pad | drop: the incomplete last step of an epoch"
+        "pad",
+        "fill the incomplete last step of an epoch with weight 0, or leave it out",
     )
     packing: bool = key(True, "several examples in one row")
     row_length: int | None = key(
@@ -345,7 +349,7 @@ class OptimizerConfig:
     name: Literal["adamw", "adafactor", "sgd"] = key("adamw", "optax optimiser")
     learning_rate: float = key(5e-4, "peak learning rate", above=0)
     schedule: Literal["constant", "linear", "cosine"] = key(
-        "cosine", "constant | linear | cosine (decay to final_scale)"
+        "cosine", "learning rate after the warm-up; linear, cosine: down to final_scale"
     )
     final_scale: float = key(0.0, "learning rate at the end / peak", least=0)
     warmup_steps: int = key(10, "linear warm-up, in optimiser steps", least=0)
@@ -370,7 +374,7 @@ class TrainConfig:
 
     optimizer: OptimizerConfig = group(OptimizerConfig, "optimiser and schedule")
     nonfinite: Literal["stop", "skip"] = key(
-        "stop", "stop | skip: what a non-finite step does"
+        "stop", "what a step with a loss or gradient that is not finite does"
     )
     log_every: int = key(10, "steps between lines of metrics.jsonl", least=1)
     eval_every: int = key(
@@ -431,7 +435,7 @@ class PerfConfig:
     kmeans_block: int = key(8192, "rows of one block of distances", least=1)
     vocab_chunk: int = key(8192, "vocabulary entries of one chunk of logits", least=1)
     remat: Literal["none", "full", "dots"] = key(
-        "none", "none | full | dots: what the backward pass recomputes"
+        "none", "what the backward pass computes again instead of keeping"
     )
     prefetch: int = key(2, "batches prepared ahead", least=1)
     steps_in_flight: int = key(
@@ -460,9 +464,7 @@ class Config:
 
     stages: Literal[
         "all", "data", "features", "cluster", "select", "train", "report"
-    ] = key(
-        "all", "all | data | features | cluster | select | train | report: the last one"
-    )
+    ] = key("all", "the last stage to run")
     seed: int = key(0, "added to every other seed")
     data: DataConfig = group(DataConfig, "what is read and how it becomes tokens")
     model: ModelConfig = group(ModelConfig, "the model")
