@@ -594,7 +594,7 @@ def _from_mapping(cls: type, values: ml_collections.ConfigDict, prefix: str) -> 
             near = difflib.get_close_matches(name, kinds, n=1, cutoff=0.5)
             hint = f"; did you mean {prefix}{near[0]}?" if near else ""
             raise errors.ConfigError(
-                f"config has no key {prefix}{name}{hint} (keys here: {', '.join(kinds)})"
+                f"config has no key {prefix}{name}{hint} (keys: {', '.join(kinds)})"
             )
     parts = {
         name: _convert(kinds[name], values[name], prefix + name)

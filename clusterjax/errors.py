@@ -1,4 +1,4 @@
-"""Errors that are meant for people: what was expected, what was found, what to change."""
+"""Errors meant for people: what was expected, what was found, what to change."""
 
 
 class UserError(ValueError):
