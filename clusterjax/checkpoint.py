@@ -8,6 +8,8 @@ have the sums they were saved with, is named, put aside and passed over.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -78,6 +80,10 @@ class Store:
           state: what to save; may be donated as soon as this returns.
           record: JSON values that `restore` gives back.
           loss: held-out loss at this step, for `keep_best`.
+
+        Raises:
+          errors.CheckpointError: this save, or the one before that still went on in
+            the background, failed.
         """
         step = int(state.step)
         sums = [int(s) for s in self._checksums(state)]
@@ -86,11 +92,30 @@ class Store:
             record=ocp.args.JsonSave({**record, "step": step, "checksums": sums}),
         )
         metrics = None if loss is None else {"loss": float(loss)}
-        self._manager.save(step, args=arguments, metrics=metrics, force=True)
+        with self._explained():
+            self._manager.save(step, args=arguments, metrics=metrics, force=True)
 
     def wait(self) -> None:
-        """Waits until everything is on disk; errors of the writing are raised here."""
-        self._manager.wait_until_finished()
+        """Waits until everything is on disk.
+
+        Raises:
+          errors.CheckpointError: the writing failed.
+        """
+        with self._explained():
+            self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # Orbax raises many kinds
+            whole = ", ".join(map(str, self.steps())) or "none"
+            raise errors.CheckpointError(
+                f"a checkpoint could not be written to {self._directory}"
+                f" ({type(error).__name__}: {str(error)[:300]}); is the disk full, or"
+                f" not writable? Whole checkpoints there: {whole}. Start the same"
+                " command again to go on from the newest"
+            ) from error
 
     def close(self) -> None:
         """Waits and frees the threads."""

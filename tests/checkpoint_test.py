@@ -1,6 +1,7 @@
 """Whole checkpoints are used, broken ones are named; any mesh may read them."""
 
 import json
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -128,4 +129,25 @@ def test_another_plan_is_refused(make_mesh, tmp_path):
     store = _saved(tmp_path, make_mesh(1), (1,))
     with pytest.raises(errors.CheckpointError, match="plan='p', but this run has 'q'"):
         store.restore(_abstract(_state(make_mesh(1), 0)), {"plan": "q"})
+    store.close()
+
+
+def test_full_disk_is_explained_and_leaves_the_last_whole_one(make_mesh, tmp_path):
+    """The kernel refuses to make files longer than 2 kB, as a full disk would."""
+    mesh = make_mesh(1)
+    store = _saved(tmp_path, mesh, (1,))
+    large = _state(mesh, 2)._replace(
+        params={"w": jax.random.normal(jax.random.key(0), (64, 64))}
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))
+    try:
+        with pytest.raises(errors.CheckpointError, match="could not be written"):
+            store.save(large, {"plan": "p"})
+            store.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    store = checkpoint.Store(tmp_path)
+    state, _ = store.restore(_abstract(_state(mesh, 0)), {"plan": "p"})
+    assert int(state.step) == 1
     store.close()
