@@ -39,6 +39,9 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TWO_BRANCHES = re.compile(r"(?:true|false)_computation=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"?known_trip_count"?:\{"?n"?:"?(\d+)"?\}')
 _KERNEL_FLOPS = re.compile(r'"?flops"?:\s*"?(\d+)"?')
+# Matrix products per tile in the kernels of splash attention: scores and values; scores
+# again, their gradient and that of the queries; the same for keys and values.
+_SPLASH = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
 # Neither computes nor moves anything in the main memory by itself.
 _FREE = frozenset(
     (
@@ -183,18 +186,33 @@ class _Program:
             flops=_flops(item, body), traffic=self._traffic(item, body)
         ) + self._collective(item, body, where)
         if opcode == "custom-call" and "tpu_custom_call" in item.attributes:
-            stated = _KERNEL_FLOPS.search(item.attributes)
-            result += (
-                Cost(flops=float(stated[1])) if stated else Cost(silent_kernels=1)
-            )
-        if "calls" in item.callees:
+            flops = _kernel_flops(item, body)
+            result += Cost(silent_kernels=1) if flops is None else Cost(flops=flops)
+        if "calls" in item.callees and not opcode.endswith(("-done", "-update")):
             # Inside a fusion nothing touches the main memory.
             result += dataclasses.replace(self._of(item.callees["calls"]), traffic=0.0)
         return result
 
     def _trip_count(self, item: Instruction) -> int | None:
+        """As the compiler noted; else from a condition `counter < constant`.
+
+        JAX's scans count from 0 by 1. Other loops (with a condition on values) run for
+        a number of rounds that no program tells.
+        """
         stated = _TRIPS.search(item.attributes)
-        return int(stated[1]) if stated else None
+        if stated:
+            return int(stated[1])
+        condition = self._computations.get(item.callees["condition"], {})
+        root = next((part for part in condition.values() if part.is_root), None)
+        if (
+            root is None
+            or root.opcode != "compare"
+            or "direction=LT" not in (root.attributes)
+        ):
+            return None
+        limit = condition.get(root.operands[1])
+        is_known = limit is not None and limit.opcode == "constant"
+        return int(limit.attributes) if limit and is_known else None
 
     def _collective(self, item: Instruction, body: Computation, where: str) -> Cost:
         kind = item.opcode.removesuffix("-start")
@@ -279,8 +297,8 @@ def parse(line: str) -> Instruction | None:
     opcode, close = rest[:start], _closing(rest, start)
     inner, attributes = rest[start + 1 : close], rest[close + 1 :]
     operands = tuple(re.findall(r"%([\w.\-]+)", inner))
-    if opcode == "parameter":
-        attributes = inner  # its number
+    if opcode in ("parameter", "constant"):
+        attributes = inner  # its number, its value
     return Instruction(found[2], shape, opcode, operands, attributes, bool(found[1]))
 
 
@@ -375,6 +393,23 @@ def _flops(item: Instruction, body: Computation) -> float:
     return 2.0 * math.prod(out) * math.prod(left[d] for d in contracted)
 
 
+def _kernel_flops(item: Instruction, body: Computation) -> float | None:
+    """Of a Pallas kernel: as it states, or by the tiles of JAX's splash attention."""
+    stated = _KERNEL_FLOPS.search(item.attributes)
+    if stated:
+        return float(stated[1])
+    products = next((n for k, n in _SPLASH.items() if item.name.startswith(k)), None)
+    shapes = [_shape_dims(body[n].shape) for n in item.operands if n in body]
+    queries = next((shape for shape in shapes if len(shape) == 4), None)
+    if products is None or queries is None:
+        return None
+    batch, heads, length, width = queries
+    # The first operands list the tiles, [1, n, n]; a causal mask skips the upper ones.
+    tiles = next((s[2] for s in shapes if len(s) == 3 and s[0] == 1), 1)
+    share = (tiles + 1) / (2 * tiles)
+    return 2.0 * products * batch * heads * length * length * width * share
+
+
 def _convolution_flops(
     left: list[int], right: list[int], out: list[int], attributes: str
 ) -> float:
@@ -404,7 +439,9 @@ def _convolution_flops(
             + np.arange(right[right_labels.index(label)])[None] * reach
         )
         size = left[left_labels.index(label)]
-        valid *= int(np.sum((place >= 0) & (place % grow == 0) & (place // grow < size)))
+        valid *= int(
+            np.sum((place >= 0) & (place % grow == 0) & (place // grow < size))
+        )
     return (
         2.0
         * right[right_labels.index("i")]

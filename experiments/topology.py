@@ -114,9 +114,7 @@ def _links(sizes: list[int], ring: int) -> int:
 def _gpus(
     name: str, count: str, memory: str, flops: str, bandwidth: str, link: str
 ) -> Topology:
-    chip = Chip(
-        float(flops) * 1e12, float(memory) * 1e9, float(bandwidth or 0) * 1e9
-    )
+    chip = Chip(float(flops) * 1e12, float(memory) * 1e9, float(bandwidth or 0) * 1e9)
     mesh_lib.simulate(int(count))
     devices = jax.devices("cpu")[: int(count)]
     network = float(link or 0) * 1e9
