@@ -191,26 +191,3 @@ class Lengths:
         num_rows = int(row.max()) + 1
         used = float(lengths.sum() / num_rows / (len(self._counts) - 1))
         return {"rows": num_rows, "used": used}
-
-
-def describe(report: dict[str, Any]) -> list[str]:
-    """Lines for people: every row that was left out, and every cut, is in them."""
-    length, name = report["length"], report["part"]
-    lines = [
-        f"{name}: {report['num_examples']:,} examples of {report['num_read']:,} rows,"
-        f" {length['tokens']:,} tokens, {length['label_share']:.0%} labels, template"
-        f" {report['template']['name']}"
-    ]
-    for reason, entry in report["rejects"].items():
-        kind = RULES.get(reason, f"that can't be used ({reason})")
-        first = ", ".join(entry["first"][:SHOWN])
-        lines.append(f"  left out {entry['count']:,} {kind}: {first}")
-    cut = length["truncated"]
-    if cut["count"]:
-        lines.append(
-            f"  cut {cut['count']:,} examples to data.max_length="
-            f"{report['max_length']}, which lost {cut['label_tokens_cut']:,} label"
-            f" tokens: {', '.join(cut['first'][:SHOWN])}"
-        )
-    lines += [f"  {text}" for text in (*report["subsets"], *report["warnings"])]
-    return lines

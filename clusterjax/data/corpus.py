@@ -19,6 +19,7 @@ from clusterjax import config as config_lib
 from clusterjax import datatypes, errors, files, progress
 from clusterjax.data import builder as builder_lib
 from clusterjax.data import chat, checks, layouts, sources, store
+from clusterjax.data import report as report_lib
 from clusterjax.data import tokenizer as tokenizer_lib
 
 # Part of the cache key: goes up when the same data would give another corpus.
@@ -77,7 +78,7 @@ class FoundRow(NamedTuple):
 
 
 def find_row(
-    config: config_lib.DataConfig, uid: str, part: builder_lib.Part = "train"
+    config: config_lib.DataConfig, uid: str, part: report_lib.Part = "train"
 ) -> FoundRow:
     """The row of an example's id `source:row:hash`.
 
@@ -139,7 +140,7 @@ def _load(
     config: config_lib.DataConfig,
     tokenizer: tokenizer_lib.Tokenizer,
     directory: epath.PathLike | None,
-    part: builder_lib.Part,
+    part: report_lib.Part,
 ) -> datatypes.Corpus:
     _check(config)
     job = _Job(config, tokenizer, part)
@@ -152,7 +153,7 @@ def _load(
         _say_changes(target / _file(part, "report.json"), ingredients)
     folder = store.make_once(root, key, lambda path: job.build(path, ingredients))
     corpus, meta = store.open_corpus(folder)
-    for line in checks.describe(meta["report"]):
+    for line in report_lib.describe(meta["report"]):
         progress.say(line)
     if target is not None:
         files.write_json(target / _file(part, "report.json"), meta["report"])
@@ -161,7 +162,7 @@ def _load(
     return corpus
 
 
-def _file(part: builder_lib.Part, name: str) -> str:
+def _file(part: report_lib.Part, name: str) -> str:
     return name if part == "train" else f"{part}_{name}"
 
 
@@ -207,10 +208,10 @@ class _Job:
         self,
         config: config_lib.DataConfig,
         tokenizer: tokenizer_lib.Tokenizer,
-        part: builder_lib.Part,
+        part: report_lib.Part,
     ):
         self._config, self._tokenizer = config, tokenizer
-        self._part: builder_lib.Part = part
+        self._part: report_lib.Part = part
         own_eval = bool(config.eval_sources)
         self._sources = sources.open_all(config.sources, config, "data.sources")
         self._other: list[sources.Source] = []
@@ -255,9 +256,10 @@ class _Job:
         with store.Writer(folder) as writer:
             for origin, source in enumerate(self._sources):
                 builder.read(origin, source, f"{self._key}[{origin}]", writer)
-            builder.check_not_empty()
+            builder.report.check_not_empty(builder.rejects)
             writer.finish([source.name for source in self._sources])
-        report = builder.report() | {"ingredients": ingredients}
+        report = builder.report.content(builder.rejects, builder.duplicates)
+        report["ingredients"] = ingredients
         meta = {
             "report": report,
             "fingerprint": _fingerprint(folder, self._tokenizer.fingerprint),
