@@ -107,19 +107,18 @@ def _k_center(
 
 
 def herding(vectors_ND: np.ndarray, count: int) -> np.ndarray:
-    """Rows whose running sum stays nearest to their share of the total (METHOD §3).
+    """Rows chosen one by one, each leaving the running sum nearest to zero (METHOD §3).
 
     Args:
-      vectors_ND: float [N, D]; the mean is subtracted here.
+      vectors_ND: float [N, D], herding vectors; they should sum to about zero.
       count: rows to choose, at most N.
 
     Returns:
       int64 [count], rows in the order chosen; ties go to the lower row.
     """
-    vectors = np.asarray(vectors_ND, np.float32)
-    centered = jnp.asarray(vectors - vectors.mean(axis=0, keepdims=True))
+    vectors = jnp.asarray(vectors_ND, jnp.float32)
     herd = _herd_gram if _gram_fits(len(vectors)) else _herd
-    return np.asarray(herd(centered, count=min(count, len(vectors))), np.int64)
+    return np.asarray(herd(vectors, count=min(count, len(vectors))), np.int64)
 
 
 @functools.partial(jax.jit, static_argnames=("count",))

@@ -116,12 +116,12 @@ def place(
         block, padded = like.block, len(like.values_ND)
     sharding = NamedSharding(mesh, P(data_axes(mesh)))
 
-    def rows_of(index: tuple[slice, ...]) -> np.ndarray:
+    def rows_of(index: Any) -> np.ndarray:
         start, stop, _ = index[0].indices(padded)
         part = np.asarray(values_ND[start : min(stop, num_rows)], np.float32)
         return _pad(part, stop - start)
 
-    def weights_of(index: tuple[slice, ...]) -> np.ndarray:
+    def weights_of(index: Any) -> np.ndarray:
         start, stop, _ = index[0].indices(padded)
         size = max(0, min(stop, num_rows) - start)
         part = (
