@@ -224,24 +224,47 @@ def make_gradient(
     """
     value_and_grad = jax.value_and_grad(make_loss(tmpl, mesh, sizes), has_aux=True)
 
+    def one(params, frozen, micro, step):
+        (loss, aux), grads = value_and_grad(params, frozen, micro, step)
+        return loss, _like_params(grads, tmpl, mesh), aux
+
     def gradient(params, frozen, batch, step=0):
         if batch.inputs.shape[0] == 1:
             micro = jax.tree.map(lambda x: x[0], batch)
-            (loss, (nll_P, example_P)), grads = value_and_grad(
-                params, frozen, micro, step
-            )
+            loss, grads, (nll_P, example_P) = one(params, frozen, micro, step)
             return loss, grads, nll_P[None], example_P[None]
 
         def add(carry, micro):
-            (loss, aux), grads = value_and_grad(params, frozen, micro, step)
+            loss, grads, aux = one(params, frozen, micro, step)
             return jax.tree.map(jnp.add, carry, (loss, grads)), aux
 
         zero = jnp.zeros((), loss_lib.accumulator_dtype(tmpl.config.compute_dtype))
-        start = (zero, jax.tree.map(jnp.zeros_like, params))
+        zeros = _like_params(jax.tree.map(jnp.zeros_like, params), tmpl, mesh)
+        start = (zero, zeros)
         (loss, grads), (nll_AP, example_AP) = jax.lax.scan(add, start, batch)
         return loss, grads, nll_AP, example_AP
 
     return gradient
+
+
+def _like_params(grads: Params, tmpl: Template, mesh: jax.sharding.Mesh) -> Params:
+    """Splits gradients as their parameters are.
+
+    Each micro-step then scatters its sum over the devices, and none of them ever holds
+    a whole gradient.
+    """
+    if mesh.shape.get("fsdp", 1) * mesh.shape.get("tensor", 1) == 1:
+        return grads
+    return {
+        name: jax.lax.with_sharding_constraint(
+            grad,
+            NamedSharding(
+                mesh,
+                mesh_lib.parameter_spec(tmpl.dimensions[name], grad.shape, mesh)[0],
+            ),
+        )
+        for name, grad in grads.items()
+    }
 
 
 def make_step(
