@@ -190,6 +190,22 @@ def test_built_in_sets_with_settings(tmp_path):
         )
 
 
+def test_an_unknown_tfds_name():
+    with pytest.raises(errors.DataError, match=r"path=tfds:no_such_set can't be"):
+        _rows("tfds:no_such_set")
+
+
+def test_saved_hugging_face_sets(tmp_path):
+    datasets = pytest.importorskip("datasets")  # the extra `hub`
+    whole = datasets.Dataset.from_list(PAIRS)
+    parts = datasets.DatasetDict(train=whole, test=whole.select([4, 1]))
+    parts.save_to_disk(tmp_path / "pairs")
+    assert _rows(tmp_path / "pairs") == PAIRS
+    assert _rows(tmp_path / "pairs", split="test") == [PAIRS[4], PAIRS[1]]
+    with pytest.raises(errors.ConfigError, match="splits: train, test"):
+        _rows(tmp_path / "pairs", split="dev")
+
+
 # ---- lines
 
 

@@ -172,11 +172,13 @@ def _cache_root(
     """A local folder, since arrays are mapped from it."""
     if config.cache_dir:
         return pathlib.Path(os.path.expanduser(config.cache_dir))
-    if directory is not None and "://" not in os.fspath(directory):
-        return pathlib.Path(directory) / "cache"
-    root = tempfile.mkdtemp(prefix="clusterjax-corpus-")
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
-    return pathlib.Path(root)
+    if directory is None:
+        root = tempfile.mkdtemp(prefix="clusterjax-corpus-")
+        atexit.register(shutil.rmtree, root, ignore_errors=True)
+        return pathlib.Path(root)
+    if "://" in os.fspath(directory):
+        return sources.user_cache() / "corpora"
+    return pathlib.Path(directory) / "cache"
 
 
 def _say_changes(report: epath.Path, ingredients: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import glob
 import gzip
 import hashlib
 import os
+import pathlib
 import zlib
 from collections.abc import Iterator
 from typing import IO, Any
@@ -210,9 +211,9 @@ def _matches(path: epath.Path, key: str) -> list[epath.Path]:
     if path.exists():
         found = [path]
     elif glob.has_magic(pattern):
-        parts = path.parts
+        parts = pattern.split("/")
         magic = next(i for i, part in enumerate(parts) if glob.has_magic(part))
-        root = epath.Path(*parts[:magic]) if magic else epath.Path(".")
+        root = epath.Path("/".join(parts[:magic]) or ("/" if magic else "."))
         found = sorted(p for p in root.glob("/".join(parts[magic:])) if p.is_file())
     else:
         found = []
@@ -247,6 +248,12 @@ def _stem(path: epath.Path) -> str:
 
 def _size(path: epath.Path) -> int:
     return path.stat().length
+
+
+def user_cache() -> pathlib.Path:
+    """The folder of this user and machine for what can be made again."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return pathlib.Path(root) / "clusterjax"
 
 
 def file_digest(path: epath.Path) -> str:

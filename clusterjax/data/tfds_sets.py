@@ -114,11 +114,7 @@ def open_builtin(
         if not sign:
             raise errors.ConfigError(f"{key}.path: {part!r} is not setting=value")
         settings[setting] = _number(value)
-    root = folder or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"),
-        "clusterjax",
-        "builtin",
-    )
+    root = folder or sources.user_cache() / "builtin"
     builder = builtin.prepare(name, root, **settings)
     config = dataclasses.replace(config, group_column=config.group_column or "family")
     return TfdsSource(config, config.name or name, builder, key)
