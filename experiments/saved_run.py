@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 from typing import Any
 
@@ -55,7 +57,9 @@ def load(folder: epath.PathLike) -> SavedRun:
     tokenizer = tokenizer_lib.Tokenizer.load(
         models.checkpoints.directory_of(cfg.model.path)
     )
-    corpus = data.load(cfg.data, tokenizer, directory=folder / "data")
+    # The run has told already what was read and left out.
+    with contextlib.redirect_stdout(io.StringIO()):
+        corpus = data.load(cfg.data, tokenizer, directory=folder / "data")
     features = folder / "features"
     feats = clusters = plan = schedule = None
     if (features / "features.npz").exists():

@@ -159,13 +159,14 @@ def _add_clusters(page: Page, record: record_lib.RunRecord) -> None:
 
 def _add_schedule(page: Page, record: record_lib.RunRecord) -> None:
     balance = schedule.measure(record)
+    body = schedule.table(balance)
+    if balance.tokens_SR.shape[1] > 1:
+        body += page.figure("schedule", schedule.figure(balance))
     page.add(
         "schedule",
         "Schedule and balance of workers",
         schedule.intro(balance),
-        schedule.table(balance)
-        + page.figure("schedule", schedule.figure(balance))
-        + schedule.caption(balance),
+        body + schedule.caption(balance),
     )
 
 

@@ -182,10 +182,12 @@ def figure(balance: Balance) -> models.LayoutDOM:
 
 def caption(balance: Balance) -> str:
     """What the heat map shows, and how full the rows are."""
-    text = (
-        "Token load: tokens of a worker in a step, against the mean worker of the step"
-        f" (placement {balance.placement})."
-    )
+    text = f"Placement {balance.placement}."
+    if balance.tokens_SR.shape[1] > 1:
+        text = (
+            "Token load: tokens of a worker in a step, against the mean worker of the"
+            f" step (placement {balance.placement})."
+        )
     if balance.capacity:
         used = balance.tokens_SR.sum() / (balance.tokens_SR.size * balance.capacity)
         text += f" {style.percent(used)} of the token slots of a step hold tokens."
