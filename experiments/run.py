@@ -213,7 +213,15 @@ def _select(run: Run) -> None:
             feats=run.features,
             herd=subset.herded_order,
         )
+        if run.schedule.plan is not run.plan:  # it now holds the herded order
+            run.plan = run.schedule.plan
+            run.plan.save(run.folder / "plan")
         entry.detail = f"{run.schedule.num_steps:,} steps"
+    figures = allocation.measure(
+        run.schedule, mesh_lib.num_shards(run.mesh), feats=run.features
+    )
+    for line in figures.lines():
+        progress.say(f"  {line}")
 
 
 def _target_features(run: Run) -> datatypes.GradientFeatures | None:
