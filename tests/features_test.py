@@ -7,16 +7,12 @@ import pytest
 from clusterjax import config, features
 
 
-def raw(feats):
-    return feats.values * feats.norm[:, None]
-
-
 @pytest.mark.parametrize("name", cases.GOLDEN_NAMES)
 def test_proxy_equals_the_reference(name):
     model, corpus, expected = cases.golden(name)
     feats = features.compute(model, corpus, config.FeaturesConfig())
     rows = feats.example_id
-    cases.assert_same_features(raw(feats), expected["feature_raw"][rows])
+    cases.assert_same_features(features.raw(feats), expected["feature_raw"][rows])
     cases.assert_same_features(feats.values, expected["feature_unit"][rows])
     np.testing.assert_allclose(feats.loss, expected["example_nll"][rows], rtol=1e-5)
     assert len(rows) == corpus.num_examples
@@ -37,7 +33,7 @@ def test_features_do_not_depend_on_the_mesh_or_batch(make_mesh, rng, shape):
         feature_batch_tokens=256, feature_buckets=2, vocab_chunk=40
     )
     found = features.compute(model, corpus, cfg, mesh, perf=perf)
-    cases.assert_same_features(raw(found), raw(alone))
+    cases.assert_same_features(features.raw(found), features.raw(alone))
     np.testing.assert_allclose(found.loss, alone.loss, rtol=1e-5)
     assert found.example_id.tolist() == list(range(23))
     assert found.fingerprint == alone.fingerprint

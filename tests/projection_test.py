@@ -1,5 +1,7 @@
 """Random projections: the same entries everywhere, and lengths kept."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,8 +30,9 @@ def test_entries_have_the_right_moments(kind):
     products = (matrix @ matrix.T)[np.triu_indices(1000, 1)]
     assert abs(products.mean()) < 5e-4
     assert abs(products.std() * 10 - 1) < 0.02
-    columns = (matrix.T @ matrix)[np.triu_indices(100, 1)]
-    assert abs(columns.std() / np.sqrt(1000) * 100 - 1) < 0.05
+    if kind != "sparse":  # columns of one group never meet in a row
+        columns = (matrix.T @ matrix)[np.triu_indices(100, 1)]
+        assert abs(columns.std() / np.sqrt(1000) * 100 - 1) < 0.05
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -69,11 +72,9 @@ def test_normal_entries_are_normal():
         np.asarray(projection.matrix(rule("normal", 100), 1000)) * 10, None
     )
     # Kolmogorov–Smirnov distance from N(0, 1): 1.95/√n has a chance of 0.1 %.
-    from math import erf
-
-    chance = np.array([0.5 * (1 + erf(x / np.sqrt(2))) for x in entries[::100]])
+    chance = [0.5 * (1 + math.erf(x / math.sqrt(2))) for x in entries[::100]]
     rank = np.arange(len(entries))[::100] / len(entries)
-    assert np.abs(chance - rank).max() < 1.95 / np.sqrt(len(entries))
+    assert np.abs(np.array(chance) - rank).max() < 1.95 / np.sqrt(len(entries))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -26,7 +26,7 @@ from clusterjax.features import (
     store,
     vectors,
 )
-from clusterjax.models import decoder
+from clusterjax.models import decoder, lora
 
 # Settings that each kind's raw features depend on, beside the model.
 _SETTINGS = {
@@ -105,6 +105,8 @@ def compute(
     *,
     perf: config_lib.PerfConfig | None = None,
     directory: epath.PathLike | None = None,
+    factors: lora.Factors | None = None,
+    lora_config: config_lib.LoraConfig | None = None,
 ) -> datatypes.GradientFeatures:
     """Computes one gradient feature for every valid example of `corpus`.
 
@@ -117,6 +119,8 @@ def compute(
       directory: feature store, local or remote: examples found there are not computed
         again, and a killed pass goes on where it stopped. With several processes it
         must be storage that all of them see. None: nothing is kept.
+      factors, lora_config: adapters of the model; `per_example` then takes the
+        gradient of the adapters.
 
     Returns:
       Features in the order of the corpus. An example without a label position, with a
@@ -127,7 +131,9 @@ def compute(
       errors.DataError: no example has a usable feature.
     """
     perf = perf or config_lib.PerfConfig()
-    state = model_state.split(model, cfg.compute_dtype, perf.remat, cfg.num_layers)
+    state = model_state.split(
+        model, cfg.compute_dtype, perf.remat, cfg.num_layers, factors, lora_config
+    )
     where = batches.windows(corpus, cfg.max_tokens)
     candidates = np.flatnonzero(where.num_labels > 0)
     if not len(candidates):

@@ -57,6 +57,10 @@ class Compiled:
         return len(self._programs)
 
     def __call__(self, params: Any, *arrays: Any, **static: int) -> Any:
+        return self.program(params, *arrays, **static)(params, *arrays)
+
+    def program(self, params: Any, *arrays: Any, **static: int) -> Any:
+        """The compiled program for arguments of these shapes (which may be abstract)."""
         shapes = tuple(
             (leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(arrays)
         )
@@ -64,7 +68,7 @@ class Compiled:
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = self._compile(params, arrays, static)
-        return program(params, *arrays)
+        return program
 
     def _compile(self, params: Any, arrays: Any, static: dict[str, int]) -> Any:
         bound = functools.partial(self._function, **static)
@@ -168,6 +172,25 @@ class Extractor:
             return self._step(params, rows, size=size)
         return self._step(params, self._body(params, rows), rows, size=size)
 
+    def programs(
+        self, params: Any, rows: batches.Rows, size: int, row_size: int
+    ) -> list[Any]:
+        """The compiled programs that a batch runs, in order.
+
+        Args as for a call, but shapes with shardings (`jax.ShapeDtypeStruct`) are
+        enough, so that a pass can be examined for devices that are not at hand.
+        """
+        if self._cfg.kind == "per_example":
+            return [self._step.program(params, rows, row_size=row_size)]
+        if self._cfg.kind == "probe":
+            return [self._step.program(params, rows, size=size)]
+        body = self._body.program(params, rows)
+        hidden = jax.eval_shape(self._hidden, params, rows)
+        hidden_BTH = jax.ShapeDtypeStruct(
+            hidden.shape, hidden.dtype, sharding=rows.tokens.sharding
+        )
+        return [body, self._step.program(params, hidden_BTH, rows, size=size)]
+
     @property
     def memory(self) -> Memory:
         """Of the largest program compiled so far."""
@@ -190,6 +213,7 @@ class Extractor:
             rows.tokens,
             rows.segment_ids,
             rows.positions,
+            adapters=self._state.adapters(params),
             num_layers=self._state.num_layers,
         )
 

@@ -4,13 +4,50 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from clusterjax.models import decoder
+from clusterjax import config as config_lib
+from clusterjax import errors
+from clusterjax.models import decoder, lora
+
+
+class Params(NamedTuple):
+    """All arrays of a model, a pytree.
+
+    Attributes:
+      base: the decoder's parameters.
+      factors: LoRA factors, or None.
+    """
+
+    base: nnx.State
+    factors: lora.Factors | None = None
+
+    def flat(self) -> dict[tuple[str, ...], jax.Array]:
+        """Path → array; LoRA factors are at ("lora", linear, "a" or "b")."""
+        result = {
+            path: variable[...] for path, variable in nnx.to_flat_state(self.base)
+        }
+        for name, pair in (self.factors or {}).items():
+            result.update({("lora", name, side): pair[side] for side in pair})
+        return result
+
+    def replace(self, changes: Mapping[tuple[str, ...], jax.Array]) -> Params:
+        """The same with other arrays at some paths."""
+        base = [
+            (path, variable.replace(changes[path]) if path in changes else variable)
+            for path, variable in nnx.to_flat_state(self.base)
+        ]
+        factors = self.factors and {
+            name: {s: changes.get(("lora", name, s), pair[s]) for s in pair}
+            for name, pair in self.factors.items()
+        }
+        return Params(nnx.from_flat_state(base), factors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,21 +55,29 @@ class ModelState:
     """A decoder split for jit.
 
     Attributes:
-      graph: static part; `nnx.merge(graph, params)` is the decoder.
-      params: parameters, passed to every jitted function as an argument: closed over,
-        they would be compiled in as constants.
+      graph: static part.
+      params: arrays, passed to every jitted function as an argument: closed over, they
+        would be compiled in as constants.
       config: of the decoder, with the compute type and remat of the pass.
       num_layers: blocks that the pass runs; None: all.
+      lora_config: rank and alpha of the factors; their dropout is not applied.
     """
 
     graph: nnx.GraphDef
-    params: nnx.State
+    params: Params
     config: decoder.DecoderConfig
     num_layers: int | None = None
+    lora_config: config_lib.LoraConfig | None = None
 
-    def merge(self, params: nnx.State) -> decoder.Decoder:
+    def merge(self, params: Params) -> decoder.Decoder:
         """The decoder with these parameters (used inside jit)."""
-        return nnx.merge(self.graph, params)
+        return nnx.merge(self.graph, params.base)
+
+    def adapters(self, params: Params) -> decoder.Adapters | None:
+        """What the LoRA factors add to the linear layers."""
+        if params.factors is None or self.lora_config is None:
+            return None
+        return lora.adapters(params.factors, self.lora_config)
 
 
 def split(
@@ -40,15 +85,27 @@ def split(
     compute_dtype: str = "",
     remat: str = "none",
     num_layers: int | None = None,
+    factors: lora.Factors | None = None,
+    lora_config: config_lib.LoraConfig | None = None,
 ) -> ModelState:
-    """Splits a decoder, with another compute type ('' = its own) and remat."""
+    """Splits a decoder, with another compute type ('' = its own) and remat.
+
+    Raises:
+      errors.ConfigError: more layers than the model has.
+    """
+    count = model.config.num_layers
+    if num_layers is not None and not 1 <= num_layers <= count:
+        raise errors.ConfigError(
+            f"features.num_layers={num_layers}: the model has {count} layers"
+        )
     config = dataclasses.replace(
         model.config,
         compute_dtype=compute_dtype or model.config.compute_dtype,
         remat=remat,
     )
     abstract = nnx.eval_shape(lambda: decoder.Decoder(config, nnx.Rngs(0)))
-    return ModelState(nnx.split(abstract)[0], nnx.split(model)[1], config, num_layers)
+    params = Params(nnx.split(model)[1], factors)
+    return ModelState(nnx.split(abstract)[0], params, config, num_layers, lora_config)
 
 
 def fingerprint(state: ModelState) -> str:
@@ -61,9 +118,8 @@ def fingerprint(state: ModelState) -> str:
         state.config, remat="none", source_json="", initializer_range=0.0
     )
     digest = hashlib.blake2b(repr(config).encode(), digest_size=12)
-    digest.update(str(state.num_layers).encode())
-    for path, variable in sorted(nnx.to_flat_state(state.params)):
-        array = variable[...]
+    digest.update(f"{state.num_layers}{state.lora_config}".encode())
+    for path, array in sorted(state.params.flat().items()):
         digest.update(f"{path}{array.shape}{array.dtype}".encode())
         digest.update(np.asarray(_hash(array)).tobytes())
     return digest.hexdigest()

@@ -8,14 +8,11 @@ for the cheaper kinds, and the kind for parameters that no linear layer holds.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from clusterjax import config as config_lib
 from clusterjax import errors, loss
@@ -51,7 +48,7 @@ class PerExample:
 
     def __call__(
         self,
-        params: Any,
+        params: model_state.Params,
         rows: batches.Rows,
         *,
         row_size: int,
@@ -70,12 +67,12 @@ class PerExample:
           micro_batch: gradients of a shard that are held at once.
           vocab_chunk, vocab_shards: as in `loss.token_nll`.
         """
-        chosen, rest = self._split(params)
+        flat = params.flat()
+        chosen = {path: flat[path] for path in self.sizes}
 
         def mean_nll(chosen, row: batches.Rows):
-            return self._mean_nll(
-                chosen, rest, row, row_size, vocab_chunk, vocab_shards
-            )
+            filled = params.replace(chosen)
+            return self._mean_nll(filled, row, row_size, vocab_chunk, vocab_shards)
 
         def one(row: batches.Rows):
             value, gradients = jax.value_and_grad(mean_nll)(chosen, row)
@@ -114,22 +111,22 @@ class PerExample:
             total = total + projection.project(values, name, self.block_size)
         return total[0]
 
-    def _split(self, params: Any) -> tuple[dict[Path, jax.Array], dict[Path, Any]]:
-        """(chosen arrays by path, all variables by path)."""
-        flat = dict(nnx.to_flat_state(params))
-        return {path: flat[path][...] for path in self.sizes}, flat
-
-    def _mean_nll(self, chosen, rest, row, row_size, vocab_chunk, vocab_shards):
-        filled = [
-            (path, variable.replace(chosen[path]) if path in chosen else variable)
-            for path, variable in rest.items()
-        ]
-        model = self.state.merge(nnx.from_flat_state(filled))
+    def _mean_nll(
+        self,
+        params: model_state.Params,
+        row: batches.Rows,
+        row_size: int,
+        vocab_chunk: int,
+        vocab_shards: int,
+    ) -> jax.Array:
+        """Mean loss of the one example of a row [T]."""
+        model = self.state.merge(params)
         row = jax.tree.map(lambda leaf: leaf[None], row)
         hidden_BTH = model.hidden(
             row.tokens,
             row.segment_ids,
             row.positions,
+            adapters=self.state.adapters(params),
             num_layers=self.state.num_layers,
         )
         labels = loss.find_labels(row.slot >= 0, row_size)
@@ -152,10 +149,10 @@ def build(state: model_state.ModelState, cfg: config_lib.FeaturesConfig) -> PerE
     Raises:
       errors.ConfigError: a pattern that matches nothing, or a missing width.
     """
-    paths = {
-        path: math.prod(variable[...].shape)
-        for path, variable in nnx.to_flat_state(state.params)
-    }
+    paths = {path: array.size for path, array in state.params.flat().items()}
+    if state.params.factors is not None:
+        # With adapters only they are trained, so only they have a gradient to show.
+        paths = {path: size for path, size in paths.items() if path[0] == "lora"}
     chosen = {path: size for path, size in paths.items() if _matches(path, cfg)}
     for pattern in cfg.parameters:
         if not any(_full(pattern, path) for path in paths):

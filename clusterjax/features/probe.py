@@ -246,6 +246,11 @@ def build(state: model_state.ModelState, cfg: config_lib.FeaturesConfig) -> Prob
       errors.ConfigError: a matrix or layer that the model has not, or a projection
         that probes can't use.
     """
+    if state.params.factors is not None:
+        raise errors.ConfigError(
+            "features.kind='probe' looks at the matrices themselves; fold the adapters"
+            " in first (models.lora.merge), or choose kind='per_example'"
+        )
     shapes = state.config.linear_shapes()
     unknown = sorted(set(cfg.matrices) - set(shapes))
     if unknown or not cfg.matrices:

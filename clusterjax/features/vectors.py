@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from clusterjax import datatypes
+
 # An example whose raw feature is shorter has no direction.
 MIN_NORM = 1e-12
 
@@ -25,6 +27,11 @@ def unit_rows(raw_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     finite = np.isfinite(raw_ND).all(axis=1)
     norm = np.where(finite, (top * length)[:, 0], np.nan)
     return unit.astype(np.float32), norm.astype(np.float32)
+
+
+def raw(feats: datatypes.GradientFeatures) -> np.ndarray:
+    """The raw features [n, D] of uncentred features (`features.center = none`)."""
+    return raw_rows(np.asarray(feats.values), feats.norm)
 
 
 def raw_rows(unit_ND: np.ndarray, norm: np.ndarray) -> np.ndarray:
