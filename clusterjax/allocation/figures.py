@@ -6,7 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from clusterjax import datatypes, errors
+from clusterjax import datatypes
+from clusterjax import plan as plans
 from clusterjax.allocation import layout, membership, schedule, weights
 
 _NOISE_STEPS = 200
@@ -33,7 +34,7 @@ class Figures:
       fill: tokens over all positions, [A, R·L, T].
       shape: (A, R·L, T) of every batch.
       noise: mean squared distance of a step's gradient from the epoch's, as a ratio to
-        random steps of the same examples and weights; None without features.
+        random steps of the same examples and weights; None without features of all.
       noise_kind: kind of the features that `noise` is measured on.
       noise_steps: steps that `noise` is measured on.
     """
@@ -104,9 +105,10 @@ def measure(
     clusters_S = _clusters_per_step(members_SB, plan.cluster_id)
     placed = plan_schedule.layout(num_shards, num_micro_steps)
     row_fill, empty, fill, imbalance_S = _rows(plan_schedule, placed)
-    noise, steps = (None, 0)
-    if feats is not None:
-        noise, steps = _noise(plan_schedule, feats)
+    noise, steps = None, 0
+    row_M = None if feats is None else _feature_rows(plan, feats)
+    if feats is not None and row_M is not None and len(members_SB) > 1:
+        noise, steps = _noise(plan_schedule, feats, row_M)
     return Figures(
         num_steps=plan_schedule.num_steps,
         steps_per_epoch=plan_schedule.steps_per_epoch,
@@ -173,8 +175,20 @@ def _rows(
     )
 
 
+def _feature_rows(
+    plan: plans.SelectionPlan, feats: datatypes.GradientFeatures
+) -> np.ndarray | None:
+    """int [M], the feature of each kept entry; None if some have none."""
+    row_M = np.searchsorted(feats.example_id, plan.example_id)
+    row_M = np.minimum(row_M, len(feats.example_id) - 1)
+    found = (feats.example_id[row_M] == plan.example_id).all()
+    return row_M if found else None
+
+
 def _noise(
-    plan_schedule: schedule.Schedule, feats: datatypes.GradientFeatures
+    plan_schedule: schedule.Schedule,
+    feats: datatypes.GradientFeatures,
+    row_M: np.ndarray,
 ) -> tuple[float, int]:
     """Noise of the steps as a ratio to random ones, and how many steps were looked at.
 
@@ -182,12 +196,6 @@ def _noise(
     weight that it has in the whole epoch, normalised inside the step.
     """
     plan = plan_schedule.plan
-    row_M = np.searchsorted(feats.example_id, plan.example_id)
-    row_M = np.minimum(row_M, len(feats.example_id) - 1)
-    if (feats.example_id[row_M] != plan.example_id).any():
-        raise errors.PlanError(
-            "the figures were given features that do not cover the plan's examples"
-        )
     members_SB, weight_SB = plan_schedule.members(0), plan_schedule.epoch_weights(0)
     labels_M = plan_schedule.num_labels.astype(np.float64)
     mass_M = np.zeros(plan.num_kept)
