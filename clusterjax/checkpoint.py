@@ -126,7 +126,10 @@ class Store:
         return sorted(self._manager.all_steps())
 
     def restore(
-        self, abstract: datatypes.TrainState, expected: dict[str, Any]
+        self,
+        abstract: datatypes.TrainState,
+        expected: dict[str, Any],
+        handover: int | None = None,
     ) -> tuple[datatypes.TrainState, dict[str, Any]] | None:
         """Reads the newest whole checkpoint; None when there is none.
 
@@ -134,13 +137,18 @@ class Store:
           abstract: shapes, dtypes and shardings to restore to; the mesh may differ
             from the one that saved.
           expected: entries that the record must have, e.g. fingerprints.
+          handover: step at which this plan takes over: a checkpoint of that step may
+            be of the plan before.
 
         Raises:
           errors.CheckpointError: a whole checkpoint belongs to other data, another
             plan or other settings.
         """
         for step in reversed(self.steps()):
-            state, record, cause = self._try(step, abstract, expected)
+            required = dict(expected)
+            if step == handover:
+                required.pop("plan", None)
+            state, record, cause = self._try(step, abstract, required)
             if _everywhere(state is not None) and state is not None:
                 return state, record or {}
             self._put_aside(step, cause or "another process could not read it")

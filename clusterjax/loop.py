@@ -161,7 +161,7 @@ class Loop:
             self.state,
         )
         begin = time.monotonic()
-        found = self._store.restore(abstract, self._required())
+        found = self._store.restore(abstract, self._expected, self._part.start or None)
         if found is None:
             if self._part.start:
                 raise errors.CheckpointError(
@@ -176,13 +176,6 @@ class Loop:
         self.seconds["checkpoint"] += time.monotonic() - begin
         progress.say(f"  resumed at step {step:,} of {self._num_steps:,}")
         return step
-
-    def _required(self) -> dict[str, str]:
-        """What the checkpoint's record must say."""
-        if self._part.start and self._store.steps()[-1:] == [self._part.start]:
-            # Saved at the end of the part before, under the plan before.
-            return {n: v for n, v in self._expected.items() if n != "plan"}
-        return self._expected
 
     def _train(self, first: int) -> None:
         numbers = range(first, self._part.stop)

@@ -8,6 +8,7 @@ placed by rules on the names of their dimensions (`models.parameters`).
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,16 +47,16 @@ def simulate(num_devices: int) -> None:
             f"mesh.num_simulated_devices={num_devices}; expected at least 1"
         )
     jax.config.update("jax_platforms", "cpu")
-    try:
+    # A backend that runs already may refuse, or (newer JAX) not listen: then it is
+    # fine if it has as many devices as asked for.
+    with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", num_devices)
-    except RuntimeError:
-        # The backend runs already: fine if it has as many as asked for.
-        if jax.local_device_count() < num_devices:
-            raise errors.ConfigError(
-                f"mesh.num_simulated_devices={num_devices}, but JAX has already started"
-                f" with {jax.local_device_count()} devices; call mesh.simulate before"
-                " the first JAX operation, or leave the key out"
-            ) from None
+    if jax.local_device_count() < num_devices:
+        raise errors.ConfigError(
+            f"mesh.num_simulated_devices={num_devices}, but JAX has already started"
+            f" with {jax.local_device_count()} devices; call mesh.simulate before"
+            " the first JAX operation, or leave the key out"
+        )
 
 
 def build(

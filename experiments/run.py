@@ -29,12 +29,11 @@ from clusterjax import (
     progress,
     selection,
     subset,
-    train,
 )
 from clusterjax import config as config_lib
 from clusterjax import mesh as mesh_lib
 from clusterjax import plan as plans
-from experiments import artifacts, command_line, report, workdir
+from experiments import artifacts, command_line, renewal, report, workdir
 from experiments import ledger as ledger_lib
 from experiments.report import record as record_lib
 
@@ -254,23 +253,8 @@ def _kept(run: Run) -> str:
 
 
 def _train(run: Run) -> None:
-    config = run.config
     with run.ledger.stage("train") as entry:
-        run.result = train.fit(
-            run.model,
-            run.corpus,
-            run.schedule,
-            config.train,
-            run.mesh,
-            run.folder,
-            tokenizer=run.tokenizer,
-            eval_corpus=run.eval_corpus,
-            model_cfg=config.model,
-            eval_cfg=config.eval,
-            mesh_cfg=config.mesh,
-            perf=config.perf,
-            report=config.report,
-        )
+        run.result = renewal.train_all(run, _compute_features, _cluster, _select)
         trained = [line for line in run.result.history if line["kind"] == "train"]
         entry.detail = (
             f"{run.schedule.num_steps:,} steps, {trained[-1]['tokens']:,} tokens,"
