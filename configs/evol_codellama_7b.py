@@ -7,7 +7,7 @@
         --workdir runs/evol_codellama_7b
 
 Model: a Hugging Face directory of codellama/CodeLlama-7b-Python-hf at `model.path`.
-Data: the file of nickrosh/Evol-Instruct-Code-80k-v1, columns `instruction` and `output`.
+Data: nickrosh/Evol-Instruct-Code-80k-v1, columns `instruction` and `output`.
 Not run at full size so far; docs/estimates.md has what it should take.
 """
 

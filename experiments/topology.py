@@ -87,7 +87,7 @@ def get(name: str) -> Topology:
     For `gpu:` it starts simulated CPU devices; call it before any other JAX work.
 
     Raises:
-      errors.ConfigError: not a topology, or libtpu is not installed or does not know it.
+      errors.ConfigError: not a topology, or the TPU compiler is missing or refuses it.
     """
     found = _GPU.fullmatch(name)
     if found:
