@@ -14,9 +14,8 @@ import sys
 
 import numpy as np
 
-from clusterjax import errors, steps
+from clusterjax import data, errors, steps
 from clusterjax import plan as plan_lib
-from clusterjax.data import sources
 from experiments import saved_run, weight_check
 
 _TEXT_WIDTH = 88
@@ -72,17 +71,14 @@ def _source_lines(run: saved_run.SavedRun, i: int) -> list[str]:
 
 
 def _row_lines(run: saved_run.SavedRun, i: int) -> list[str]:
-    """The columns of the source's row, as they are now."""
-    origin = str(run.corpus.uid[i]).rsplit(":", 2)[0]
-    index = int(run.corpus.row[i])
-    opened = sources.open_all(run.config.data.sources, run.config.data, "data.sources")
-    source = next(source for source in opened if source.name == origin)
-    row = next((row for row in source.read() if row.index == index), None)
-    if row is None or row.columns is None:
-        return ["  the source no longer holds this row: it was changed after the run"]
+    """The columns of the source's row, if its text is still the one that was read."""
+    try:
+        found = data.find_row(run.config.data, str(run.corpus.uid[i]))
+    except errors.DataError as error:
+        return [f"Row: {error}"]
     return [
-        f"Row as read from {source.place(index)}",
-        *(f"  {name}: {_short(value)}" for name, value in row.columns.items()),
+        f"Row as read from {found.place}",
+        *(f"  {name}: {_short(value)}" for name, value in found.columns.items()),
     ]
 
 
