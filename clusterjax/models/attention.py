@@ -112,10 +112,11 @@ def _masked(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Ar
     wide = jnp.promote_types(q.dtype, jnp.float32)
     grouped = (batch, num_queries, kv_heads, heads // kv_heads, head_dim)
     scaled = (q * head_dim**-0.5).reshape(grouped)
-    scores = jnp.einsum("bqkgd,bskd->bkgqs", scaled, k, preferred_element_type=wide)
+    # With the group beside the query neither product has to transpose [Q, S].
+    scores = jnp.einsum("bqkgd,bskd->bkqgs", scaled, k, preferred_element_type=wide)
     lowest = jnp.finfo(wide).min
-    weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, lowest), axis=-1)
-    mixed = jnp.einsum("bkgqs,bskd->bqkgd", weights.astype(v.dtype), v)
+    weights = jax.nn.softmax(jnp.where(mask[:, :, :, None], scores, lowest), axis=-1)
+    mixed = jnp.einsum("bkqgs,bskd->bqkgd", weights.astype(v.dtype), v)
     return mixed.reshape(q.shape)
 
 

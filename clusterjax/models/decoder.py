@@ -348,36 +348,21 @@ class Decoder(nnx.Module):
         cos_sin = rope.rotation(positions_BT, config.rope, config.head_dim)
         blocks_def, blocks = nnx.split(self.blocks)
         values = {} if adapters is None else adapters.values
-        windowed = jnp.asarray(config.windowed_layers, dtype=bool)
-        scanned = (
-            blocks,
-            values,
-            windowed if config.windowed_layers else None,
-            per_layer,
+        windowed = (
+            jnp.asarray(config.windowed_layers) if config.windowed_layers else None
         )
+        scanned = (blocks, values, windowed, per_layer)
         if num_layers is not None:
             scanned = jax.tree.map(lambda leaf: leaf[:num_layers], scanned)
 
         def body(x_BTH, layer):
             params, layer_values, is_windowed, extra = layer
-            block = nnx.merge(blocks_def, params)
-
-            def attend_layer(q, k, v):
-                def with_window(window):
-                    return attend(q, k, v, window, extra)
-
-                if is_windowed is None:
-                    return with_window(config.sliding_window)
-                return jax.lax.cond(
-                    is_windowed,
-                    lambda: with_window(config.sliding_window),
-                    lambda: with_window(None),
-                )
-
-            def adapt(name):
-                return _adapter(adapters, layer_values, name)
-
-            return block(x_BTH, cos_sin, attend_layer, adapt)
+            return nnx.merge(blocks_def, params)(
+                x_BTH,
+                cos_sin,
+                lambda q, k, v: _attend(config, attend, q, k, v, is_windowed, extra),
+                lambda name: _adapter(adapters, layer_values, name),
+            )
 
         policy = REMAT_POLICIES[config.remat]
         if policy is not None:
@@ -413,6 +398,26 @@ class Decoder(nnx.Module):
 def _last_axis(vector: jax.Array, ndim: int) -> jax.Array:
     """Gives a vector `ndim` axes, all but the last of size 1."""
     return vector.reshape((1,) * (ndim - 1) + (-1,))
+
+
+def _attend(
+    config: DecoderConfig,
+    attend: AttendFunction,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    is_windowed: jax.Array | None,
+    extra: Any,
+) -> tuple[jax.Array, Any]:
+    """Attention of one layer, with the window where it holds (None: everywhere)."""
+    if is_windowed is None:
+        return attend(q, k, v, config.sliding_window, extra)
+    # A kernel needs the window when it is compiled, so both kinds of layers are.
+    return jax.lax.cond(
+        is_windowed,
+        lambda: attend(q, k, v, config.sliding_window, extra),
+        lambda: attend(q, k, v, None, extra),
+    )
 
 
 def _adapter(

@@ -115,47 +115,42 @@ def _generate(
     slots_valid_BS = jnp.pad(
         valid_BT, ((0, 0), (0, max_new_tokens)), constant_values=True
     )
+    ends_1E = jnp.asarray(end_ids, jnp.int32).reshape(1, -1)
 
     def choose(hidden_BH, n):
         logits_BV = model.logits(hidden_BH)
         if greedy:
             return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-        draw_key = jax.random.fold_in(key, n)
-        return jax.random.categorical(draw_key, logits_BV / temperature).astype(
-            jnp.int32
-        )
-
-    def ended(token_B):
-        ends = jnp.asarray(end_ids, jnp.int32).reshape(1, -1)
-        return jnp.any(token_B[:, None] == ends, axis=1)
+        scaled_BV = logits_BV / temperature
+        draw_B = jax.random.categorical(jax.random.fold_in(key, n), scaled_BV)
+        return draw_B.astype(jnp.int32)
 
     def record(state: _Loop, token_B, cache) -> _Loop:
         new_BN = jax.lax.dynamic_update_slice(
             state.new_BN, token_B[:, None], (0, state.n)
         )
-        done_B = state.done_B | ended(token_B)
+        done_B = state.done_B | jnp.any(token_B[:, None] == ends_1E, axis=1)
         return _Loop(state.n + 1, token_B, done_B, new_BN, cache)
 
     def step(state: _Loop) -> _Loop:
-        slot = length + state.n - 1
         hidden_BTH, cache = _extend(
             model,
             state.last_B[:, None],
             (prompt_B + state.n - 1)[:, None],
             state.cache,
             slots_valid_BS,
-            slot,
+            length + state.n - 1,
             adapters,
         )
         return record(state, choose(hidden_BTH[:, 0], state.n), cache)
 
     hidden_BTH, cache = _prefill(model, tokens_BT, valid_BT, max_new_tokens, adapters)
     empty = _Loop(
-        jnp.int32(0),
-        jnp.zeros(batch, jnp.int32),
-        jnp.zeros(batch, bool),
-        jnp.zeros((batch, max_new_tokens), jnp.int32),
-        cache,
+        n=jnp.int32(0),
+        last_B=jnp.zeros(batch, jnp.int32),
+        done_B=jnp.zeros(batch, bool),
+        new_BN=jnp.zeros((batch, max_new_tokens), jnp.int32),
+        cache=cache,
     )
     first = record(empty, choose(hidden_BTH[:, -1], 0), cache)
     last = jax.lax.while_loop(
