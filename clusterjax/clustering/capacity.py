@@ -107,14 +107,14 @@ def _deferred_acceptance(
 
 def _nearest(
     ids: np.ndarray, distance: np.ndarray, capacity: int
-) -> tuple[np.ndarray, np.float32, np.int32]:
+) -> tuple[np.ndarray, float, int]:
     """Mask of the `capacity` least (distance, id), and the greatest key among them."""
     limit = np.partition(distance, capacity - 1)[capacity - 1]
     kept = distance < limit
     tied = np.flatnonzero(distance == limit)
     tied = tied[np.argsort(ids[tied])][: capacity - int(kept.sum())]
     kept[tied] = True
-    return kept, limit, ids[tied[-1]]
+    return kept, float(limit), int(ids[tied[-1]])
 
 
 def _propose(

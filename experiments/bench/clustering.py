@@ -1,0 +1,245 @@
+"""Clustering against scikit-learn and faiss-cpu; a million rows; k-center.
+
+    python -m experiments.bench clustering [--parts kmeans,equal,million,k_center]
+
+kmeans: N = 75,000 × D = 576, K = 4, 8, 64, 10 restarts each, over 5 seeds: skewed blobs
+and, with --features FILE.npy (rows of gradient features), these tiled with small noise.
+All take turns, seed by seed; compilation is stated apart. equal: one start, the same
+start and number of iterations for both. million: k-means on 1,000,000 × 256 with
+K = 64, its peak memory, and the capacity assignment. k_center: 10,000 of
+20,000 × 1,024 against the plain NumPy loop.
+
+Peers run in processes of their own, by --peer_python, without OPENBLAS_* variables that
+slow them down. Where other work shares the machine, run under `taskset -c 0` and
+compare processor seconds: the peers' threads wait for one another in vain otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from clusterjax import clustering, subset
+
+_PEERS = pathlib.Path(__file__).with_name("clustering_peers.py")
+Times = dict[str, float]
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, Times]:
+    """The result, and wall and processor seconds."""
+    wall, processor = time.perf_counter(), time.process_time()
+    result = jax.block_until_ready(call())
+    return result, {
+        "wall": time.perf_counter() - wall,
+        "processor": time.process_time() - processor,
+    }
+
+
+def blobs(rows: int, dim: int, rng: np.random.Generator) -> np.ndarray:
+    """Twelve overlapping blobs of very different sizes, as unit rows."""
+    centers = rng.standard_normal((12, dim), np.float32)
+    share = rng.dirichlet(np.full(12, 0.7))
+    values = centers[rng.choice(12, rows, p=share)]
+    values += 2 * rng.standard_normal((rows, dim), np.float32)
+    return values / np.linalg.norm(values, axis=1, keepdims=True)
+
+
+def tiled(features: np.ndarray, rows: int, rng: np.random.Generator) -> np.ndarray:
+    """Rows of `features` again and again, each with noise of a tenth of its length."""
+    values = features[rng.integers(0, len(features), rows)].astype(np.float32)
+    noise = rng.standard_normal(values.shape, np.float32)
+    length = np.linalg.norm(values, axis=1, keepdims=True)
+    values += 0.1 * length * noise / np.sqrt(values.shape[1])
+    return values / np.linalg.norm(values, axis=1, keepdims=True)
+
+
+def peer(python: str, name: str, *arguments: Any) -> Times:
+    """Runs one peer; see `clustering_peers`."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS_")}
+    line = [python, str(_PEERS), name, *map(str, arguments)]
+    done = subprocess.run(line, env=kept, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{name} failed (is it installed for {python}?):\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare_kmeans(
+    name: str, values: np.ndarray, options: argparse.Namespace, path: pathlib.Path
+) -> None:
+    """10 restarts of every method, in turns, over the seeds."""
+    np.save(path, values)
+    for k in options.clusters:
+        _, first = timed(
+            lambda k=k: clustering.kmeans(values, k, key=jax.random.key(99))
+        )
+        runs: dict[str, list[Times]] = {"clusterjax": [], "sklearn": [], "faiss": []}
+        for seed in range(options.seeds):
+            found, times = timed(
+                lambda k=k, seed=seed: clustering.kmeans(
+                    values, k, key=jax.random.key(seed)
+                )
+            )
+            runs["clusterjax"].append({**times, "inertia": found.inertia})
+            for other in ("sklearn", "faiss"):
+                runs[other].append(peer(options.peer_python, other, path, k, seed))
+        print(f"{name}, {values.shape[0]:,} × {values.shape[1]}, K = {k}:")
+        report(runs)
+        print(f"  first call, with compilation: {first['wall']:.2f} s", flush=True)
+
+
+def report(runs: dict[str, list[Times]]) -> None:
+    """One line for each method: mean times and inertia, and ratios to ours."""
+    mean = {
+        name: {key: float(np.mean([run[key] for run in part])) for key in part[0]}
+        for name, part in runs.items()
+    }
+    ours = mean["clusterjax"]
+    for name, m in mean.items():
+        line = (
+            f"  {name:10s} {m['wall']:8.2f} s wall {m['processor']:8.2f} s processor"
+            f"  inertia {m['inertia']:.6g}"
+        )
+        if name != "clusterjax":
+            line += (
+                f"  | ours {m['wall'] / ours['wall']:.1f} × faster"
+                f" ({m['processor'] / ours['processor']:.1f} × processor),"
+                f" inertia {ours['inertia'] / m['inertia']:.5f} of its"
+            )
+        print(line, flush=True)
+
+
+def compare_equal(values: np.ndarray, options: Any, folder: pathlib.Path) -> None:
+    """One run from the same start with the same number of iterations."""
+    np.save(folder / "values.npy", values)
+    rng = np.random.default_rng(5)
+    for k in options.clusters:
+        starts = values[rng.choice(len(values), k, replace=False)]
+        np.save(folder / "starts.npy", starts)
+
+        def run(k: int = k, starts: np.ndarray = starts) -> Any:
+            return clustering.kmeans(
+                values,
+                k,
+                key=jax.random.key(0),
+                init=starts,
+                max_iterations=options.iterations,
+                tol=0,
+            )
+
+        run()
+        runs: dict[str, list[Times]] = {"clusterjax": [], "sklearn": []}
+        for _ in range(options.seeds):
+            found, times = timed(run)
+            runs["clusterjax"].append({**times, "inertia": found.inertia})
+            runs["sklearn"].append(
+                peer(
+                    options.peer_python,
+                    "sklearn",
+                    *(folder / "values.npy", k, 0),
+                    *(folder / "starts.npy", options.iterations),
+                )
+            )
+        print(f"equal starts, {options.iterations} iterations, K = {k}:")
+        report(runs)
+
+
+def million(rows: int, rng: np.random.Generator, folder: pathlib.Path) -> None:
+    """K-means and capacity at a million rows, from a memory map."""
+    path = folder / "million.npy"
+    stored = np.lib.format.open_memmap(path, "w+", np.float32, (rows, 256))
+    for start in range(0, rows, 50_000):
+        size = min(50_000, rows - start)
+        stored[start : start + size] = blobs(size, 256, np.random.default_rng(start))
+    stored.flush()
+    values = np.load(path, mmap_mode="r")
+    found, times = timed(lambda: clustering.kmeans(values, 64, key=jax.random.key(0)))
+    print(
+        f"{rows:,} × 256, K = 64, with compilation: {times['wall']:.1f} s wall", end=""
+    )
+    print(f", {times['processor']:.1f} s processor, inertia {found.inertia:.6g}")
+    room = -(-3 * rows // 128)
+    for attempt in ("with compilation", "again"):
+        label, times = timed(
+            lambda: clustering.assign_with_capacity(values, found.centroids, room)
+        )
+        print(f"capacity {room:,}, {attempt}: {times['wall']:.1f} s wall", end="")
+        print(f", {times['processor']:.1f} s processor, largest", end=" ")
+        print(f"{found.sizes.max():,} → {np.bincount(label).max():,}", flush=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"peak memory of the process: {peak:.1f} GiB")
+
+
+def k_center(rows: int, rng: np.random.Generator) -> None:
+    """Half of `rows` × 1,024 by k-center, against the plain loop on its first picks."""
+    values = blobs(rows, 1024, rng)
+    count, shown = rows // 2, min(50, rows // 2)
+    subset.k_center(values, count, 0)
+    chosen, times = timed(lambda: subset.k_center(values, count, 0))
+
+    def loop() -> list[int]:
+        picks = [0]
+        near = ((values - values[0]) ** 2).sum(1)
+        for _ in range(shown - 1):
+            picks.append(int(near.argmax()))
+            near = np.minimum(near, ((values - values[picks[-1]]) ** 2).sum(1))
+        return picks
+
+    picks, plain = timed(loop)
+    equal = "equal" if list(chosen[:shown]) == picks else "DIFFERENT"
+    print(f"k-center {count:,} of {rows:,} × 1,024: {times['wall']:.1f} s wall", end="")
+    print(f", {times['processor']:.1f} s processor; NumPy loop, from its first", end="")
+    print(f" {shown} picks ({equal}):", end=" ")
+    ratio = count / shown
+    print(f"{plain['wall'] * ratio:.0f} s wall", end="")
+    print(f", {plain['wall'] * ratio / times['wall']:.0f} × as long", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", default="kmeans,equal,million,k_center")
+    parser.add_argument("--clusters", default="4,8,64")
+    parser.add_argument("--rows", type=int, default=75_000)
+    parser.add_argument("--dim", type=int, default=576)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--million", type=int, default=1_000_000)
+    parser.add_argument("--k_center", type=int, default=20_000)
+    parser.add_argument("--features", default="", help=".npy of feature rows")
+    parser.add_argument("--peer_python", default=sys.executable)
+    options = parser.parse_args(argv)
+    options.clusters = [int(k) for k in options.clusters.split(",")]
+    parts = options.parts.split(",")
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        # First, so that the peak memory is its own.
+        if "million" in parts:
+            million(options.million, rng, folder)
+        if "k_center" in parts:
+            k_center(options.k_center, rng)
+        if "kmeans" in parts:
+            values = blobs(options.rows, options.dim, rng)
+            compare_kmeans("blobs", values, options, folder / "values.npy")
+            if options.features:
+                values = tiled(np.load(options.features), options.rows, rng)
+                compare_kmeans("features", values, options, folder / "values.npy")
+        if "equal" in parts:
+            compare_equal(blobs(options.rows, options.dim, rng), options, folder)
+
+
+if __name__ == "__main__":
+    main()
