@@ -3,8 +3,10 @@
 import json
 
 import data_inputs
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from clusterjax import errors
 from clusterjax.data import chat, encoding, layouts, rows
@@ -14,6 +16,7 @@ CONVERSATIONS = json.loads((GOLDEN / "conversations.json").read_text())
 RENDERS = json.loads((GOLDEN / "expected.json").read_text())["renders"]
 TEMPLATES = sorted(path.stem for path in (GOLDEN / "templates").glob("*.jinja"))
 MODES = ("byte_level", "sentencepiece")
+_BYTE_LEVEL = data_inputs.tokenizer()
 
 
 def _template(name: str, tok) -> chat.ChatTemplate:
@@ -139,6 +142,36 @@ def test_letters_that_merge_with_the_prompt(mode, prompt, answer):
     if mode == "byte_level":
         assert labels == answer + tok.eos_token
         assert tok.decode(encoded.tokens[~encoded.label_mask]) == prompt
+
+
+_PLAIN_TEXT = st.text(
+    st.characters(codec="utf-8", exclude_characters="<>\0"), min_size=1, max_size=30
+)
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(st.lists(_PLAIN_TEXT, min_size=2, max_size=6))
+def test_any_spans_decode_to_exactly_their_text(parts):
+    """Prompts and answers in turn, cut wherever: also inside a token, twice in one."""
+    tok = _BYTE_LEVEL
+    edges = np.cumsum([0, *map(len, parts)]).tolist()
+    spans = list(zip(edges[1::2], edges[2::2]))
+    [encoded] = encoding.encode(tok, [chat.Rendered("".join(parts), spans)], 10_000)
+    assert tok.decode(encoded.tokens) == "".join(parts)
+    assert tok.decode(encoded.tokens[encoded.label_mask]) == "".join(parts[1::2])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_token_with_several_edges(mode):
+    tok = data_inputs.tokenizer(mode)
+    vocabulary = {token.strip("▁Ġ") for token in tok.backend.get_vocab()}
+    words = sorted(w for w in vocabulary if len(w) > 2 and w.isascii() and w.isalpha())
+    word = next(word for word in words if len(tok.encode(word)) == 1)
+    spans = [(1, 2)]
+    [encoded] = encoding.encode(tok, [chat.Rendered(word, spans)], 100)
+    labels = tok.decode(encoded.tokens[encoded.label_mask])
+    assert labels == word[1]
+    assert tok.decode(encoded.tokens).removeprefix(tok.bos_token).strip() == word
 
 
 def test_some_case_above_really_merges():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -132,13 +133,8 @@ def _cut(
     tokenizer: tokenizer_lib.Tokenizer, token_id: int, text: str, bounds: list[int]
 ) -> list[tuple[int, list[int]]]:
     """(first character, ids) of the parts of a token between `bounds`."""
-    start, edge, end = bounds[0], bounds[1], bounds[-1]
-    parts = tokenizer.split_token(token_id, text[start:end], edge - start)
+    parts = [text[a:b] for a, b in itertools.pairwise(bounds)]
+    ids = tokenizer.split_token(token_id, parts)
     # Without a spelling of the parts the token stays whole and belongs to what it
     # begins in, so that no label shows a part of the prompt.
-    if not parts:
-        return [(start, [token_id])]
-    head, tail = parts
-    if len(bounds) == 3 or len(tail) > 1:
-        return [(start, head), (edge, tail)]
-    return [(start, head), *_cut(tokenizer, tail[0], text, bounds[1:])]
+    return list(zip(bounds, ids)) if ids else [(bounds[0], [token_id])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -123,30 +124,39 @@ class Tokenizer:
         """
         return self._encoder.encode_batch(texts, add_special_tokens=False)
 
-    def split_token(self, token_id: int, text: str, chars: int) -> list[list[int]]:
-        """Ids of the two parts of a token cut `chars` characters into its `text`.
+    def split_token(self, token_id: int, parts: Sequence[str]) -> list[list[int]]:
+        """Ids of each of the `parts` that a token's text is cut into.
 
-        Works on the token's own spelling, so no blank is added at the cut. Empty
-        when the model has no spelling for the parts.
+        Works on the token's own spelling, so no blank is added at a cut. Empty when
+        the model has no spelling for the parts.
         """
         token = self.backend.id_to_token(token_id) or ""
-        head, tail = text[:chars], text[chars:]
-        cuts = [len(head.encode())] if len(token) == len(text.encode()) else []
-        cuts += [len(token) - len(tail)]
-        for cut in cuts:
+        rest = ["".join(parts[k:]) for k in range(1, len(parts))]
+        # One sign of the spelling is a byte in one family of tokenizers, and a
+        # character in the other, after a blank that the text may not show.
+        ways = [[len(token) - len(text) for text in rest]]
+        if len(token) == len("".join(parts).encode()):
+            ways.insert(0, [len(token) - len(text.encode()) for text in rest])
+        for cuts in ways:
+            spelled = itertools.pairwise([0, *cuts, len(token)])
             ids = [
-                [piece.id for piece in self.backend.model.tokenize(part)]
-                for part in (token[:cut], token[cut:])
+                [piece.id for piece in self.backend.model.tokenize(token[a:b])]
+                for a, b in spelled
             ]
-            if all(ids) and self._decodes_to(ids, head, tail):
+            if all(ids) and self._spells(ids, parts):
                 return ids
         return []
 
-    def _decodes_to(self, ids: list[list[int]], head: str, tail: str) -> bool:
+    def _spells(self, ids: list[list[int]], parts: Sequence[str]) -> bool:
         # A decoder may strip a leading blank, which the text before the cut shows.
         first = self.decode(ids[0])
-        both = self.decode(ids[0] + ids[1])
-        return both == first + tail and first in (head, head.lstrip(" "))
+        if first not in (parts[0], parts[0].lstrip(" ")):
+            return False
+        ends = range(2, len(ids) + 1)
+        return all(
+            self.decode(list(itertools.chain(*ids[:k]))) == first + "".join(parts[1:k])
+            for k in ends
+        )
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special=False) -> str:
         """Text of `ids`; special tokens are written out unless `skip_special`."""
