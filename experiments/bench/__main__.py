@@ -8,8 +8,10 @@ import sys
 def main() -> None:
     """Runs the subject's module as if it were called itself."""
     here = pathlib.Path(__file__).parent
-    hidden = ("__init__", "__main__", "torch_loop")
-    subjects = sorted(p.stem for p in here.glob("*.py") if p.stem not in hidden)
+    hidden = ("__", "torch_")
+    subjects = sorted(
+        p.stem for p in here.glob("*.py") if not p.stem.startswith(hidden)
+    )
     if len(sys.argv) < 2 or sys.argv[1] not in subjects:
         sys.exit(f"usage: python -m experiments.bench {{{' | '.join(subjects)}}} ...")
     subject = sys.argv.pop(1)
