@@ -21,6 +21,7 @@ class Point:
       sources: loss of each source.
       groups: held-out: loss of each ground-truth group.
       clusters: training: loss of each cluster in this step.
+      exact_match: held-out: share of generated answers that are right, or None.
     """
 
     step: int
@@ -30,6 +31,7 @@ class Point:
     sources: dict[str, float] = dataclasses.field(default_factory=dict)
     groups: dict[str, float] = dataclasses.field(default_factory=dict)
     clusters: dict[str, float] = dataclasses.field(default_factory=dict)
+    exact_match: float | None = None
 
     @property
     def mean_over_sources(self) -> float:
@@ -82,6 +84,7 @@ def build(
             line["loss"],
             _losses(line.get("sources", {})),
             _losses(line.get("groups", {})),
+            exact_match=line.get("exact_match"),
         )
         for line in lines["eval"]
     )

@@ -1,13 +1,14 @@
 """The traced weights: a second derivation that must find planted faults."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 import synthetic_run
 
-from clusterjax import batching, errors
-from experiments import trace, weight_check
+from clusterjax import batching, config, errors
+from experiments import run, trace, weight_check
 
 CASES = {
     "paper": ({}, {}),
@@ -128,6 +129,35 @@ def test_trace_tells_the_whole_way(monkeypatch):
     text = "\n".join(trace.trace(run, pruned))
     assert "Plan: pruned" in text and "in no step" in text
     assert trace.find(run, run.corpus.uid[5]) == 5
+
+
+def test_command_on_a_real_folder(tmp_path, monkeypatch, capsys):
+    rows = [
+        {"instruction": f"Add {i} and {2 * i}.", "response": f"It is {3 * i}."}
+        for i in range(40)
+    ]
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = config.Config(
+        stages="select",
+        data=config.DataConfig(sources=(config.SourceConfig(path=str(data)),)),
+        selection=config.SelectionConfig(method="random"),
+        allocation=config.AllocationConfig(batch_size=8),
+    )
+    made = run.execute(cfg, tmp_path / "run")
+    assert made.corpus is not None
+    kept = int(made.plan.example_id[0])
+    capsys.readouterr()
+    arguments = ["trace", "--workdir", str(tmp_path / "run"), "--example"]
+    monkeypatch.setattr("sys.argv", [*arguments, made.corpus.uid[kept]])
+    assert trace.main() == 0
+    text = capsys.readouterr().out
+    assert f"sums.jsonl line {kept + 1}" in text
+    assert f"response: 'It is {3 * kept}.'" in text
+    assert "Checked step" in text
+    monkeypatch.setattr("sys.argv", [*arguments, "99"])
+    assert trace.main() == 2
+    assert "row from 0 to 39" in capsys.readouterr().err
 
 
 def test_trace_names_what_it_can_not_find():

@@ -223,10 +223,18 @@ def per_source(record: record_lib.RunRecord) -> str:
     ]
     heads = ("held-out loss (nats per label token)", "start", "end", "change", "")
     legend = style.swatches(("start", "end"), (_TRAIN, _EVAL))
+    match = ""
+    if first.exact_match is not None and last.exact_match is not None:
+        match = style.note(
+            "Generated answers that are exactly right:"
+            f" {style.percent(first.exact_match)} at the start,"
+            f" {style.percent(last.exact_match)} at the end."
+        )
     return (
         "<h3>Held-out loss by source</h3>"
         + legend
         + style.folded_table(heads, rows, 14, numeric=(1, 2, 3), raw=(4,))
+        + match
     )
 
 
