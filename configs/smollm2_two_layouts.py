@@ -23,8 +23,12 @@ def get_config() -> ml_collections.ConfigDict:
     config.selection.ratio = 1.0
     config.allocation.batch_size = 8
     config.allocation.max_steps = 20
+    config.train.optimizer.name = "adafactor"
     config.train.optimizer.learning_rate = 2e-5
+    config.train.checkpoint_every = 10
     config.perf.feature_batch_tokens = 1024
     config.perf.eval_batch_tokens = 1024
+    # Two devices that each hold half of the parameters: the pair fits in 6 GB.
+    config.mesh.fsdp = 2
     config.mesh.num_simulated_devices = 2
     return config

@@ -275,6 +275,12 @@ def test_the_sandbox_holds(source):
         template.text([{"role": "user", "content": "x"}])
 
 
+def test_the_date_in_a_text_is_always_the_same():
+    source = "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"
+    template = chat.ChatTemplate(source, "dated", data_inputs.tokenizer())
+    assert template.text([{"role": "user", "content": "x"}]) == "26 Jul 2024 x"
+
+
 def test_a_broken_template_names_its_line(tmp_path):
     path = tmp_path / "broken.jinja"
     path.write_text("fine\n{% if %}\n")

@@ -24,6 +24,9 @@ from clusterjax import errors, files
 from clusterjax.data import layouts, rows
 from clusterjax.data import tokenizer as tokenizer_lib
 
+# "Now" in templates: the date that those of Llama 3 fall back to. With the real one a
+# corpus would depend on the day on which it is made.
+TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
 NAMES = ("chatml", "magicoder", "alpaca", "plain")
 FALLBACK = "plain"
 
@@ -80,9 +83,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(
-        form
-    )
+    environment.globals["strftime_now"] = TEMPLATE_DATE.strftime
     return environment
 
 
