@@ -7,6 +7,7 @@ they are, so that nothing of size T × T is ever in memory.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import jax
@@ -77,7 +78,10 @@ def attend(
       [B, T, heads, head_dim] in the dtype of q. The softmax is in float32, or in
       float64 for float64 inputs.
     """
-    kernel = kernel or choose(mesh, q.shape[1], window)
+    if kernel is None:
+        # XLA spreads the masked form over devices in any way, a fused kernel it can't.
+        divides = q.shape[0] % _num_free_shards(mesh) == 0
+        kernel = choose(mesh, q.shape[1], window) if divides else "masked"
     if kernel == "masked":
         return _masked(q, k, v, visible(q.shape[1], segment_ids_BT, window))
     if segment_ids_BT is None:
@@ -146,6 +150,12 @@ def constrain_rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:
         return x
     spec = PartitionSpec(rows, *(None,) * (x.ndim - 1))
     return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec))
+
+
+def _num_free_shards(mesh: Mesh | None) -> int:
+    """Devices that the rows are to be spread over; 1 without a mesh."""
+    rows, _ = _free_axes(mesh)
+    return math.prod(mesh.shape[axis] for axis in rows) if mesh is not None else 1
 
 
 def _free_axes(mesh: Mesh | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
