@@ -74,7 +74,7 @@ def _deferred_acceptance(
     num_clusters = len(centroids_KD)
     # Distances are made from products; around the middle of the centres these cancel
     # least.
-    offset_D = np.mean(centroids_KD, axis=0, dtype=np.float64).astype(np.float32)
+    offset_D = np.asarray(np.mean(centroids_KD, axis=0, dtype=np.float64), np.float32)
     centers_KD = jnp.asarray(centroids_KD - offset_D, jnp.float32)
     cutoff_K = np.full(num_clusters, np.inf, np.float32)
     cutoff_id_K = np.full(num_clusters, -1, np.int32)

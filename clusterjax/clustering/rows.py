@@ -161,9 +161,7 @@ def to_host(array: jax.Array, num_rows: int) -> np.ndarray:
     return np.asarray(array)[:num_rows]
 
 
-@functools.partial(
-    jax.jit, static_argnames=("spherical", "mesh"), donate_argnames=("values_ND",)
-)
+@functools.partial(jax.jit, static_argnames=("spherical", "mesh"))
 def _prepare(
     values_ND: jax.Array,
     weight_N: jax.Array,
