@@ -118,6 +118,7 @@ def test_own_columns():
     assert _convert(row, "columns", **names) == HI
     with_system = _convert(row, "columns", **names, system_column="s")
     assert with_system == [("system", "Be"), *HI]
+    assert _convert(row, "columns", response_column="a") == [("assistant", "Yo")]
     with pytest.raises(errors.ConfigError, match=r"needs data\.sources\[0\]\.response"):
         _convert(row, "columns", prompt_column="q")
 

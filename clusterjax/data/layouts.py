@@ -201,7 +201,7 @@ def _from_pair(layout: Layout, columns: Mapping[str, Any]) -> Conversation:
     answer = _text(columns, layout.response)
     if not answer.strip():
         raise rows.RowError("empty_answer", f"column {layout.response!r} is empty")
-    messages = [*_system(layout, columns), user]
+    messages = [*_system(layout, columns), *([user] if layout.prompt else [])]
     return Conversation([*messages, {"role": "assistant", "content": answer}])
 
 
