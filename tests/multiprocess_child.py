@@ -7,7 +7,9 @@ import sys
 import jax
 
 
-def main(port: int, count: int, process: int, folder: str, seed: int) -> None:
+def main(
+    port: int, count: int, process: int, folder: str, seed: int, epochs: int
+) -> None:
     """Trains on two devices of its own and writes what it saw."""
     jax.config.update("jax_num_cpu_devices", 2)
     from clusterjax import distributed
@@ -34,12 +36,12 @@ def main(port: int, count: int, process: int, folder: str, seed: int) -> None:
         result = train.fit(
             training_cases.model(),
             corpus,
-            training_cases.schedule(corpus, num_epochs=2),
+            training_cases.schedule(corpus, num_epochs=epochs),
             config.TrainConfig(
                 optimizer=config.OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
                 log_every=1,
-                checkpoint_every=2,
-                statistics_every=3,
+                checkpoint_every=2 if epochs < 10 else 0,
+                statistics_every=3 if epochs < 10 else 0,
             ),
             mesh,
             folder,
@@ -55,4 +57,4 @@ def main(port: int, count: int, process: int, folder: str, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), sys.argv[4], int(sys.argv[5]))
+    main(*map(int, sys.argv[1:4]), sys.argv[4], *map(int, sys.argv[5:7]))

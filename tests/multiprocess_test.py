@@ -19,7 +19,7 @@ CHILD = pathlib.Path(__file__).parent / "multiprocess_child.py"
 ROOT = CHILD.parent.parent
 
 
-def _start(folder, faults=("", ""), seeds=(0, 0)):
+def _start(folder, faults=("", ""), seeds=(0, 0), epochs=2):
     """Starts both processes; returns them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -36,7 +36,7 @@ def _start(folder, faults=("", ""), seeds=(0, 0)):
         command = [sys.executable, str(CHILD), str(port), "2", str(process)]
         started.append(
             subprocess.Popen(
-                [*command, str(folder), str(seeds[process])],
+                [*command, str(folder), str(seeds[process]), str(epochs)],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -139,10 +139,11 @@ def test_the_death_of_one_ends_the_other_and_all_resume(tmp_path, one_process, p
 
 
 @pytest.mark.slow
-def test_sigterm_to_one_stops_both_at_the_same_step(tmp_path, one_process):
-    codes, said = _finish(_start(tmp_path, faults=("", "train.step:2:TERM")))
-    assert set(codes) <= {0, 75}, said
-    if codes == [75, 75]:
-        codes, said = _finish(_start(tmp_path))
-    assert codes == [0, 0], said
-    _check_same(tmp_path, one_process)
+def test_sigterm_to_one_stops_both_at_the_same_step(tmp_path):
+    """JAX tells the other process within some seconds: 180 steps are enough."""
+    codes, said = _finish(_start(tmp_path, ("", "train.step:2:TERM"), epochs=60))
+    assert codes == [75, 75], said
+    steps = [int(p.name) for p in (tmp_path / "checkpoints").iterdir()]
+    assert 2 <= max(steps) < 180
+    for text in said[:1]:
+        assert f"saved at step {max(steps)}" in text
