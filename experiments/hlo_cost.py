@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import math
 import re
-from collections.abc import Iterable
 
 import numpy as np
+
+from experiments import hlo_text
 
 COLLECTIVES = (
     "all-gather",
@@ -30,13 +30,6 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-_BITS = {"pred": 8, "token": 0, "opaque": 0, "s2": 2, "u2": 2, "s4": 4, "u4": 4}
-_SHAPE = re.compile(r"([a-z]\w*)\[([\d,<= ]*)\](\{[^{}]*\})?")
-_HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
-_CALLEE = re.compile(r"(calls|to_apply|body|condition)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TWO_BRANCHES = re.compile(r"(?:true|false)_computation=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"?known_trip_count"?:\{"?n"?:"?(\d+)"?\}')
 _KERNEL_FLOPS = re.compile(r'"?flops"?:\s*"?(\d+)"?')
 # Matrix products per tile in the kernels of splash attention: scores and values; scores
@@ -109,26 +102,6 @@ class Cost:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-    """One line of a computation."""
-
-    name: str
-    shape: str
-    opcode: str
-    operands: tuple[str, ...]
-    attributes: str
-    is_root: bool
-
-    @functools.cached_property
-    def callees(self) -> dict[str, str]:
-        """Role (calls, body, …) → computation."""
-        return dict(_CALLEE.findall(self.attributes))
-
-
-Computation = dict[str, Instruction]
-
-
 def analyse(text: str, num_devices: int) -> Cost:
     """The cost of one run of a program.
 
@@ -142,24 +115,10 @@ def analyse(text: str, num_devices: int) -> Cost:
 class _Program:
     def __init__(self, text: str, num_devices: int):
         self._num_devices = num_devices
-        self._computations: dict[str, Computation] = {}
-        self._entry = ""
+        self._computations, self._entry = hlo_text.read(text)
         self._known: dict[str, Cost] = {}
-        current: Computation | None = None
-        for line in text.splitlines():
-            header = _HEADER.match(line)
-            if header:
-                current = self._computations.setdefault(header[1], {})
-                if line.startswith("ENTRY"):
-                    self._entry = header[1]
-            elif current is not None:
-                found = parse(line)
-                if found:
-                    current[found.name] = found
 
     def entry_cost(self) -> Cost:
-        if not self._entry:
-            raise ValueError("the HLO text has no ENTRY computation")
         return self._of(self._entry)
 
     def _of(self, name: str) -> Cost:
@@ -169,7 +128,9 @@ class _Program:
             self._known[name] = sum(costs, Cost())
         return self._known[name]
 
-    def _instruction(self, item: Instruction, body: Computation, where: str) -> Cost:
+    def _instruction(
+        self, item: hlo_text.Instruction, body: hlo_text.Computation, where: str
+    ) -> Cost:
         opcode = item.opcode
         if opcode == "while":
             inside = self._of(item.callees["body"])
@@ -178,7 +139,7 @@ class _Program:
                 return inside + Cost(uncounted_loops=1)
             return inside.times(trips)
         if opcode == "conditional":
-            costs = map(self._of, _branches(item))
+            costs = map(self._of, hlo_text.branches(item))
             return max(costs, key=lambda cost: cost.flops, default=Cost())
         if opcode == "call":
             return self._of(item.callees["to_apply"])
@@ -193,7 +154,7 @@ class _Program:
             result += dataclasses.replace(self._of(item.callees["calls"]), traffic=0.0)
         return result
 
-    def _trip_count(self, item: Instruction) -> int | None:
+    def _trip_count(self, item: hlo_text.Instruction) -> int | None:
         """As the compiler noted; else from a condition `counter < constant`.
 
         JAX's scans count from 0 by 1. Other loops (with a condition on values) run for
@@ -214,14 +175,18 @@ class _Program:
         is_known = limit is not None and limit.opcode == "constant"
         return int(limit.attributes) if limit and is_known else None
 
-    def _collective(self, item: Instruction, body: Computation, where: str) -> Cost:
+    def _collective(
+        self, item: hlo_text.Instruction, body: hlo_text.Computation, where: str
+    ) -> Cost:
         kind = item.opcode.removesuffix("-start")
         if kind not in COLLECTIVES:
             return Cost()
         if kind == "all-reduce" and "all-reduce-scatter" in where:
             kind = "reduce-scatter"  # TPU form: a fusion of all-reduce and slice
-        size = sum(num_bytes(body[n].shape) for n in item.operands if n in body)
-        group = group_size(item.attributes, self._num_devices)
+        size = sum(
+            hlo_text.num_bytes(body[n].shape) for n in item.operands if n in body
+        )
+        group = hlo_text.group_size(item.attributes, self._num_devices)
         share = (group - 1) / group
         received = {
             "all-gather": size * (group - 1),
@@ -231,25 +196,30 @@ class _Program:
         }.get(kind, size * share)
         return Cost(collectives={kind: received} if received else {})
 
-    def _traffic(self, item: Instruction, body: Computation) -> float:
+    def _traffic(self, item: hlo_text.Instruction, body: hlo_text.Computation) -> float:
         opcode = item.opcode
         if opcode in _FREE or opcode.endswith("-done") or opcode == "async-update":
             return 0.0
         operands = [body[name] for name in item.operands if name in body]
-        written = num_bytes(item.shape, main_memory=True)
+        written = hlo_text.num_bytes(item.shape, main_memory=True)
         if opcode in ("dynamic-slice", "gather", "slice"):
             return 2.0 * written
         if opcode == "dynamic-update-slice":
-            return 2.0 * num_bytes(operands[1].shape, main_memory=True)
+            return 2.0 * hlo_text.num_bytes(operands[1].shape, main_memory=True)
         inside = self._computations.get(item.callees.get("calls", ""), {})
         if opcode == "fusion" and inside:
             return self._fusion_traffic(item, operands, inside)
         if opcode.endswith("-start"):
             written = 0  # its tuple repeats the operands
-        return written + sum(num_bytes(o.shape, main_memory=True) for o in operands)
+        return written + sum(
+            hlo_text.num_bytes(o.shape, main_memory=True) for o in operands
+        )
 
     def _fusion_traffic(
-        self, item: Instruction, operands: list[Instruction], inside: Computation
+        self,
+        item: hlo_text.Instruction,
+        operands: list[hlo_text.Instruction],
+        inside: hlo_text.Computation,
     ) -> float:
         """Of a fusion: slices of operands count as slices, updates as updates."""
         parameters = {
@@ -264,7 +234,7 @@ class _Program:
                 users[name].append(part)
         total = 0.0
         for i, operand in enumerate(operands):
-            size = num_bytes(operand.shape, main_memory=True)
+            size = hlo_text.num_bytes(operand.shape, main_memory=True)
             using = users.get(parameters.get(i, ""), [])
             sliced = [_slice_bytes(part, parameters[i], inside) for part in using]
             if size and using and all(s is not None for s in sliced):
@@ -277,129 +247,46 @@ class _Program:
         written = 0.0
         for part in roots:
             if part.opcode == "dynamic-update-slice" and part.operands[1] in inside:
-                written += num_bytes(inside[part.operands[1]].shape)
+                written += hlo_text.num_bytes(inside[part.operands[1]].shape)
             else:
-                written += num_bytes(part.shape)
-        return total + min(written, num_bytes(item.shape, main_memory=True))
+                written += hlo_text.num_bytes(part.shape)
+        return total + min(written, hlo_text.num_bytes(item.shape, main_memory=True))
 
 
-def parse(line: str) -> Instruction | None:
-    """An instruction of HLO text; None for any other line."""
-    found = _INSTRUCTION.match(line)
-    if not found:
-        return None
-    rest = found[3]
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
-    shape, rest = rest[:end], rest[end:].lstrip()
-    start = rest.find("(")
-    if start < 0:
-        return None
-    opcode, close = rest[:start], _closing(rest, start)
-    inner, attributes = rest[start + 1 : close], rest[close + 1 :]
-    operands = tuple(re.findall(r"%([\w.\-]+)", inner))
-    if opcode in ("parameter", "constant"):
-        attributes = inner  # its number, its value
-    return Instruction(found[2], shape, opcode, operands, attributes, bool(found[1]))
-
-
-def _closing(text: str, start: int) -> int:
-    """Index of the parenthesis that closes the one at `start`."""
-    depth = 0
-    for i in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[i], 0)
-        if depth == 0:
-            return i
-    return len(text) - 1
-
-
-def num_bytes(shape: str, main_memory: bool = False) -> int:
-    """Size of an array or tuple, without padding.
-
-    Args:
-      shape: HLO text, such as `(f32[8,16]{1,0}, s32[])`.
-      main_memory: leave out what lies in another memory (`S(1)`: on the chip).
-    """
-    total = 0
-    for kind, dims, layout in _SHAPE.findall(shape):
-        if main_memory and re.search(r"S\([1-9]", layout):
-            continue
-        total += math.prod(_dims(dims)) * _bits(kind)
-    return total // 8
-
-
-def _bits(kind: str) -> int:
-    if kind in _BITS:
-        return _BITS[kind]
-    found = re.search(r"\d+", kind)
-    return int(found[0]) if found else 0
-
-
-def _dims(text: str) -> list[int]:
-    return [int(size) for size in re.findall(r"\d+", text)]
-
-
-def _shape_dims(shape: str) -> list[int]:
-    found = _SHAPE.search(shape)
-    return _dims(found[2]) if found else []
-
-
-def group_size(attributes: str, num_devices: int) -> int:
-    """Devices in a group of a collective.
-
-    2 in all written forms: `{{0,1},{2,3}}`, `[2,2]<=[4]` and
-    `mesh['a'=2,'b'=2] {'b'}`.
-    """
-    found = re.search(r"replica_groups=\{\{([\d,]*)\}", attributes)
-    if found:
-        return len(_dims(found[1]))
-    found = re.search(r"replica_groups=\[(\d+),(\d+)\]", attributes)
-    if found:
-        return int(found[2])
-    found = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes)
-    if not found:
-        return num_devices
-    sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
-    axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2])
-    return math.prod(int(part or sizes[name]) for name, part in axes)
-
-
-def _branches(item: Instruction) -> Iterable[str]:
-    found = _BRANCHES.search(item.attributes)
-    if found:
-        return [name.strip().lstrip("%") for name in found[1].split(",")]
-    return _TWO_BRANCHES.findall(item.attributes)
-
-
-def _slice_bytes(part: Instruction, name: str, inside: Computation) -> int | None:
+def _slice_bytes(
+    part: hlo_text.Instruction, name: str, inside: hlo_text.Computation
+) -> int | None:
     """What a slice or update reads of its first operand; None for other uses."""
     if part.operands[:1] != (name,):
         return None
     if part.opcode in ("dynamic-slice", "slice", "gather"):
-        return num_bytes(part.shape)
+        return hlo_text.num_bytes(part.shape)
     if part.opcode == "dynamic-update-slice":
         return 0
     return None
 
 
-def _flops(item: Instruction, body: Computation) -> float:
+def _flops(item: hlo_text.Instruction, body: hlo_text.Computation) -> float:
     if item.opcode not in ("dot", "convolution"):
         return 0.0
-    left, right = (_shape_dims(body[name].shape) for name in item.operands[:2])
-    out = _shape_dims(item.shape)
+    left, right = (hlo_text.shape_dims(body[name].shape) for name in item.operands[:2])
+    out = hlo_text.shape_dims(item.shape)
     if item.opcode == "convolution":
         return _convolution_flops(left, right, out, item.attributes)
     found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", item.attributes)
-    contracted = _dims(found[1]) if found else []
+    contracted = hlo_text.numbers(found[1]) if found else []
     return 2.0 * math.prod(out) * math.prod(left[d] for d in contracted)
 
 
-def _kernel_flops(item: Instruction, body: Computation) -> float | None:
+def _kernel_flops(
+    item: hlo_text.Instruction, body: hlo_text.Computation
+) -> float | None:
     """Of a Pallas kernel: as it states, or by the tiles of JAX's splash attention."""
     stated = _KERNEL_FLOPS.search(item.attributes)
     if stated:
         return float(stated[1])
     products = next((n for k, n in _SPLASH.items() if item.name.startswith(k)), None)
-    shapes = [_shape_dims(body[n].shape) for n in item.operands if n in body]
+    shapes = [hlo_text.shape_dims(body[n].shape) for n in item.operands if n in body]
     queries = next((shape for shape in shapes if len(shape) == 4), None)
     if products is None or queries is None:
         return None

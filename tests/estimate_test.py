@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from clusterjax import config, errors, train
 from clusterjax import loop as loop_lib
 from clusterjax.models import decoder
-from experiments import estimate, hlo_cost, programs, topology
+from experiments import estimate, hlo_cost, hlo_text, programs, topology
 
 CORPUS = estimate.Data(num_examples=1000, mean_tokens=30.0, mean_labels=15.0)
 
@@ -139,7 +139,7 @@ lhs_dilate=3}, dim_labels=0bf_0io->0bf
     ["{{0,1},{2,3}}", "[2,2]<=[4]", "[2,2]<=[2,2]T(1,0)", "mesh['a'=2,'b'=2] {'b'}"],
 )
 def test_group_sizes(groups):
-    assert hlo_cost.group_size(f", replica_groups={groups}, x", 4) == 2
+    assert hlo_text.group_size(f", replica_groups={groups}, x", 4) == 2
 
 
 def test_updates_of_a_slice_are_traffic_of_the_slice():
