@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from clusterjax import config, errors, train
 from clusterjax import loop as loop_lib
 from clusterjax.models import decoder
-from experiments import estimate, hlo_cost, hlo_text, programs, topology
+from experiments import budget, estimate, hlo_cost, hlo_text, programs, topology
 
-CORPUS = estimate.Data(num_examples=1000, mean_tokens=30.0, mean_labels=15.0)
+CORPUS = budget.Data(num_examples=1000, mean_tokens=30.0, mean_labels=15.0)
 
 
 def _analysed(function, *arguments, num_devices=1):
@@ -234,9 +234,7 @@ TINY = decoder.DecoderConfig(
 def test_whole_estimate_without_weights_or_data():
     where = topology.get("gpu:4x80GB@400TFLOPs@3350GB/s@450GB/s")
     cfg = _settings()
-    found = estimate.estimate(
-        cfg, TINY, where, CORPUS, efficiency=0.5, small_model=TINY
-    )
+    found = budget.estimate(cfg, TINY, where, CORPUS, efficiency=0.5, small_model=TINY)
     assert (found.num_kept, found.num_steps, found.full_steps) == (500, 32, 64)
     assert found.rows == programs.Rows(1, 8, 48, 144)
     assert found.train_seconds == 32 * found.times.roofline / 0.5
@@ -250,7 +248,7 @@ def test_whole_estimate_without_weights_or_data():
 def test_a_step_that_does_not_fit_says_what_to_change():
     where = topology.get("gpu:4x0.0001GB@400TFLOPs")
     with pytest.raises(programs.DoesNotFit) as caught:
-        estimate.estimate(_settings(), TINY, where, CORPUS)
+        budget.estimate(_settings(), TINY, where, CORPUS)
     message = str(caught.value)
     assert "perf.remat=full, allocation.accumulation_steps=2" in message
     assert "model.compute_dtype=bfloat16" in message
@@ -259,11 +257,11 @@ def test_a_step_that_does_not_fit_says_what_to_change():
 def test_packed_rows_and_steps_by_hand():
     """32 examples of 30 tokens fill 960 / (48 · 0.95) = 21.05 rows: 6 on each shard."""
     cfg = _settings(allocation=config.AllocationConfig(batch_size=32))
-    assert estimate.batch_rows(cfg, CORPUS, 4) == programs.Rows(1, 6, 48, 144)
+    assert budget.batch_rows(cfg, CORPUS, 4) == programs.Rows(1, 6, 48, 144)
     steps = config.AllocationConfig(batch_size=32, num_epochs=3)
-    assert estimate.count_steps(steps, 100) == 12
-    assert estimate.count_steps(dataclasses.replace(steps, last_step="drop"), 100) == 9
-    assert estimate.count_steps(dataclasses.replace(steps, max_steps=5), 100) == 5
+    assert budget.count_steps(steps, 100) == 12
+    assert budget.count_steps(dataclasses.replace(steps, last_step="drop"), 100) == 9
+    assert budget.count_steps(dataclasses.replace(steps, max_steps=5), 100) == 5
 
 
 @pytest.mark.parametrize(
@@ -277,7 +275,7 @@ def test_packed_rows_and_steps_by_hand():
 )
 def test_bound_on_what_is_kept(changes, share):
     selection = config.SelectionConfig(**changes)
-    assert estimate.kept_bound(_settings(selection=selection)) == share
+    assert budget.kept_bound(_settings(selection=selection)) == share
 
 
 @pytest.mark.parametrize("name", ["v5e", "v9:2x2", "gpu:8", "v5e:4", "gpu:8x80@400"])
