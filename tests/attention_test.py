@@ -158,3 +158,36 @@ def test_rows_and_heads_of_a_fused_kernel_stay_on_their_devices(make_mesh, monke
     )
     np.testing.assert_allclose(local(q, k, v, SEGMENTS), want, atol=1e-6)
     assert shapes[-1][0] == (1, 20, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("platform", "window", "call"),
+    [
+        ("tpu", None, "tpu_custom_call"),
+        ("tpu", 100, "tpu_custom_call"),
+        ("cuda", None, "triton"),
+    ],
+)
+def test_fused_kernels_lower_for_their_devices(platform, window, call):
+    """Forward and backward become kernel calls; no [T, T] array is left around them."""
+    length = 384
+    shapes = [jax.ShapeDtypeStruct((2, length, n, 64), jnp.bfloat16) for n in (4, 2, 2)]
+    ids = jax.ShapeDtypeStruct((2, length), jnp.int32)
+
+    def loss(q, k, v, ids):
+        if platform == "tpu":
+            mixed = fused_attention.splash(q, k, v, ids, window)
+        else:
+            mixed = fused_attention.triton(q, k, v, ids)
+        return mixed.astype(jnp.float32).sum()
+
+    exported = jax.export.export(
+        jax.jit(jax.grad(loss, argnums=(0, 1, 2))),
+        platforms=[platform],
+        disabled_checks=[
+            jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")
+        ],
+    )(*shapes, ids)
+    text = exported.mlir_module()
+    assert text.count(call) >= 2
+    assert f"{length}x{length}x" not in text
