@@ -159,6 +159,9 @@ class FeaturesConfig:
     matrices: tuple[str, ...] = key(
         ("q", "k", "v", "o", "gate", "up", "down"), "probe: linear layers to use"
     )
+    matrix_sizes: tuple[str, ...] = key(
+        (), "probe: other k_in x k_out of some linear layers, like `down=32x16`"
+    )
     parameters: tuple[str, ...] = key(
         (r".*",), "per_example: regular expressions of parameter paths"
     )
@@ -201,7 +204,9 @@ class ClusteringConfig:
 
     num_clusters: int = key(4, "K, clusters before the floor", least=1)
     num_restarts: int = key(10, "independent k-means++ starts; the best wins", least=1)
-    max_iterations: int = key(300, "most Lloyd iterations of a start", least=1)
+    max_iterations: int = key(
+        300, "most Lloyd iterations of a start; mini-batch: passes", least=1
+    )
     tol: float = key(
         1e-4, "stop at centre shift < tol × mean feature variance", least=0
     )

@@ -17,6 +17,7 @@ one (METHOD §1). P = packed label positions; other letters as in `datatypes`.
 from __future__ import annotations
 
 import functools
+import typing
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -128,7 +129,6 @@ def weighted_nll(
     return jnp.sum(weights_P * nll_P), plain
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def token_nll(
     hidden_PH: jax.Array,
     targets_P: jax.Array,
@@ -148,8 +148,8 @@ def token_nll(
       vocab_shards: devices over which the rows of the matrix are sharded; each chunk
         then takes its rows from all of them. Divides V.
     """
-    margin_P, _ = log_odds(hidden_PH, targets_P, matrix_VH, vocab_chunk, vocab_shards)
-    return jax.nn.softplus(margin_P)
+    nll_P = _token_nll(hidden_PH, targets_P, matrix_VH, vocab_chunk, vocab_shards)
+    return typing.cast(jax.Array, nll_P)
 
 
 def log_odds(
@@ -337,6 +337,12 @@ def _target_logits(
     return jnp.einsum("ph,ph->p", hidden_PH, rows_PH, preferred_element_type=dtype)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _token_nll(hidden_PH, targets_P, matrix_VH, vocab_chunk, vocab_shards):
+    margin_P, _ = log_odds(hidden_PH, targets_P, matrix_VH, vocab_chunk, vocab_shards)
+    return jax.nn.softplus(margin_P)
+
+
 def _token_nll_forward(hidden_PH, targets_P, matrix_VH, vocab_chunk, vocab_shards):
     margin_P, lse_P = log_odds(
         hidden_PH, targets_P, matrix_VH, vocab_chunk, vocab_shards
@@ -381,4 +387,4 @@ def _token_nll_backward(vocab_chunk, vocab_shards, kept, cotangent_P):
     return d_hidden_PH.astype(hidden_PH.dtype), None, d_matrix_VH
 
 
-token_nll.defvjp(_token_nll_forward, _token_nll_backward)
+_token_nll.defvjp(_token_nll_forward, _token_nll_backward)

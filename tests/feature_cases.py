@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import pathlib
 
+import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from clusterjax import datatypes, files
-from clusterjax.models import checkpoints, decoder
+from clusterjax import mesh as meshes
+from clusterjax.models import checkpoints, decoder, parameters
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "models"
 GOLDEN_NAMES = sorted(path.name for path in GOLDEN.iterdir())
@@ -107,3 +110,19 @@ def assert_same_features(found_ND, expected_ND, tolerance=1e-5):
     bound = tolerance * np.maximum(norm, 0.01 * np.median(norm))
     difference = np.linalg.norm(found - expected, axis=1)
     assert (difference <= bound).all(), (difference / bound).max()
+
+
+def assemble(config: decoder.DecoderConfig, arrays) -> decoder.Decoder:
+    return checkpoints.assemble(config, arrays)
+
+
+def sharded(model: decoder.Decoder, mesh) -> decoder.Decoder:
+    """The model with its parameters placed as in training."""
+    names = parameters.dimension_names(model.config)
+    flat = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    placed = {}
+    for path, variable in flat.items():
+        array = variable[...]
+        spec, _ = meshes.parameter_spec(names[path], array.shape, mesh)
+        placed[path] = jax.device_put(array, NamedSharding(mesh, spec))
+    return checkpoints.assemble(model.config, placed)

@@ -73,7 +73,13 @@ def test_every_linear_layer_equals_its_projected_gradient():
 @pytest.mark.parametrize("name", cases.GOLDEN_NAMES)
 def test_every_linear_layer_of_every_golden_model(name):
     check_all_layers(name)
-    check_all_layers(name, projection="normal", layers=(0, 2), matrices=("v", "down"))
+    check_all_layers(
+        name,
+        projection="normal",
+        layers=(0, 2),
+        matrices=("v", "down"),
+        matrix_sizes=("down=3x5",),
+    )
 
 
 @pytest.mark.parametrize("name", cases.GOLDEN_NAMES)
@@ -136,6 +142,8 @@ def test_final_width_is_a_second_projection(rng):
         ({"layers": (0, 3)}, "0 to 2"),
         ({"projection": "sparse"}, "rademacher or normal"),
         ({"k_in": 0}, "k_in=0"),
+        ({"matrix_sizes": ("down=8",)}, "down=8"),
+        ({"matrix_sizes": ("q=8x8",), "matrices": ("up",)}, "q=8x8"),
         ({"dim": 10**6}, "features.dim=1000000"),
         ({"num_layers": 4}, "has 3 layers"),
     ],

@@ -119,36 +119,24 @@ def adjusted_rand_index(first_N: np.ndarray, second_N: np.ndarray) -> float:
 
 
 def align(
-    feats: datatypes.GradientFeatures,
-    source: datatypes.Corpus,
-    target: datatypes.Corpus,
+    feats: datatypes.GradientFeatures, target: datatypes.Corpus
 ) -> datatypes.GradientFeatures:
-    """Moves features to the examples of another tokenisation of the same rows.
+    """Moves features to another tokenisation of the same texts, by uid.
 
-    For `features.model`: the smaller model has its own tokenizer, so the texts are
-    read again with it (`source`), and its features belong to the rows of `target` with
-    the same source name and row.
+    For `features.model`: the smaller model has its own tokenizer, so the texts are read
+    again with it; uids are hashes of the text, so they are the same in both corpora.
 
     Args:
-      feats: computed on `source`.
-      source: tokenised for the smaller model.
+      feats: computed on the smaller model's corpus.
       target: tokenised for the model that is trained.
 
     Returns:
-      Features with the ids, uids and label counts of `target`; its examples without
-      a counterpart are rejects.
+      Features with the ids and label counts of `target`; its examples without a
+      counterpart are rejects.
     """
-    places = {
-        (source.source_names[source.source_id[i]], int(source.row[i])): n
-        for n, i in enumerate(feats.example_id)
-    }
-    found = np.array(
-        [
-            places.get((target.source_names[s], int(r)), -1)
-            for s, r in zip(target.source_id, target.row)
-        ],
-        np.int64,
-    )
+    places = {uid: n for n, uid in enumerate(feats.uid.tolist())}
+    uids = np.asarray(target.uid).tolist()
+    found = np.array([places.get(uid, -1) for uid in uids], np.int64)
     keep = np.flatnonzero(found >= 0)
     rejects = tuple(
         datatypes.Reject(

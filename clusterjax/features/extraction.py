@@ -32,7 +32,15 @@ from clusterjax.models import decoder, lora
 _SETTINGS = {
     "proxy": (),
     "head": ("k_in", "k_out", "projection", "seed"),
-    "probe": ("k_in", "k_out", "layers", "matrices", "projection", "seed"),
+    "probe": (
+        "k_in",
+        "k_out",
+        "layers",
+        "matrices",
+        "matrix_sizes",
+        "projection",
+        "seed",
+    ),
     "per_example": ("parameters", "projection", "seed"),
 }
 
@@ -132,7 +140,7 @@ def compute(
     """
     perf = perf or config_lib.PerfConfig()
     state = model_state.split(
-        model, cfg.compute_dtype, perf.remat, cfg.num_layers, factors, lora_config
+        model, cfg.compute_dtype, perf.remat, cfg.num_layers, factors, lora_config, mesh
     )
     where = batches.windows(corpus, cfg.max_tokens)
     candidates = np.flatnonzero(where.num_labels > 0)

@@ -60,7 +60,7 @@ class Compiled:
         return self.program(params, *arrays, **static)(params, *arrays)
 
     def program(self, params: Any, *arrays: Any, **static: int) -> Any:
-        """The compiled program for arguments of these shapes (which may be abstract)."""
+        """The compiled program for arguments of these shapes, which may be abstract."""
         shapes = tuple(
             (leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(arrays)
         )

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from clusterjax import config as config_lib
 from clusterjax import errors
+from clusterjax import mesh as meshes
 from clusterjax.models import decoder, lora
 
 
@@ -73,6 +75,22 @@ class ModelState:
         """The decoder with these parameters (used inside jit)."""
         return nnx.merge(self.graph, params.base)
 
+    def on(self, mesh: Mesh | None) -> ModelState:
+        """The same with all arrays on the mesh.
+
+        An array that lies on one device is copied to all, once; otherwise every step
+        would copy it again.
+        """
+        if mesh is None or mesh.size == 1:
+            return self
+        everywhere = meshes.replicated(mesh)
+
+        def place(array: jax.Array) -> jax.Array:
+            alone = len(array.sharding.device_set) == 1
+            return jax.device_put(array, everywhere) if alone else array
+
+        return dataclasses.replace(self, params=jax.tree.map(place, self.params))
+
     def adapters(self, params: Params) -> decoder.Adapters | None:
         """What the LoRA factors add to the linear layers."""
         if params.factors is None or self.lora_config is None:
@@ -87,8 +105,11 @@ def split(
     num_layers: int | None = None,
     factors: lora.Factors | None = None,
     lora_config: config_lib.LoraConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> ModelState:
     """Splits a decoder, with another compute type ('' = its own) and remat.
+
+    `mesh` is where the rows of the pass are spread: fused attention has to be told.
 
     Raises:
       errors.ConfigError: more layers than the model has.
@@ -103,7 +124,7 @@ def split(
         compute_dtype=compute_dtype or model.config.compute_dtype,
         remat=remat,
     )
-    abstract = nnx.eval_shape(lambda: decoder.Decoder(config, nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: decoder.Decoder(config, nnx.Rngs(0), mesh))
     params = Params(nnx.split(model)[1], factors)
     return ModelState(nnx.split(abstract)[0], params, config, num_layers, lora_config)
 

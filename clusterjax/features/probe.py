@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+import typing
 from typing import Any
 
 import jax
@@ -58,7 +60,9 @@ class Tap:
     kind: projection.Kind
     seed: int
 
-    def __call__(self, x: jax.Array, y: jax.Array, value: Any, shared: Any):
+    def __call__(
+        self, x: jax.Array, y: jax.Array, value: Any, shared: Any
+    ) -> jax.Array:
         """Adds the probe.
 
         Args:
@@ -69,7 +73,7 @@ class Tap:
             row; None: S = 1 and it always does.
         """
         zero_BSKM, keys = value
-        return _tap(self, x, y, zero_BSKM, keys, shared)
+        return typing.cast(jax.Array, _tap(self, x, y, zero_BSKM, keys, shared))
 
     def entries(
         self, key: jax.typing.ArrayLike, num_rows: int, width: int
@@ -269,18 +273,37 @@ def build(state: model_state.ModelState, cfg: config_lib.FeaturesConfig) -> Prob
             f"features.projection={cfg.projection!r} can't be used by kind=probe;"
             " choose rademacher or normal"
         )
-    if min(cfg.k_in, cfg.k_out) < 1:
-        raise errors.ConfigError(
-            f"features.k_in={cfg.k_in}, features.k_out={cfg.k_out}: expected 1 or more"
-        )
+    sizes = matrix_sizes(cfg)
     sites = tuple(
         Site(
             name,
             *shapes[name],
-            min(cfg.k_in, shapes[name][0]),
-            min(cfg.k_out, shapes[name][1]),
+            min(sizes[name][0], shapes[name][0]),
+            min(sizes[name][1], shapes[name][1]),
         )
         for name in decoder.LINEAR_NAMES
         if name in cfg.matrices
     )
     return Probe(state, sites, layers, Tap(cfg.projection, cfg.seed))
+
+
+def matrix_sizes(cfg: config_lib.FeaturesConfig) -> dict[str, tuple[int, int]]:
+    """Linear layer → (k_in, k_out).
+
+    Raises:
+      errors.ConfigError: sizes below 1, or an entry of another form.
+    """
+    if min(cfg.k_in, cfg.k_out) < 1:
+        raise errors.ConfigError(
+            f"features.k_in={cfg.k_in}, features.k_out={cfg.k_out}: expected 1 or more"
+        )
+    result = dict.fromkeys(cfg.matrices, (cfg.k_in, cfg.k_out))
+    for entry in cfg.matrix_sizes:
+        found = re.fullmatch(r"(\w+)=([1-9]\d*)x([1-9]\d*)", entry)
+        if found is None or found[1] not in result:
+            raise errors.ConfigError(
+                f"features.matrix_sizes: {entry!r}; expected entries like 'down=32x16'"
+                f" with one of features.matrices ({', '.join(cfg.matrices)})"
+            )
+        result[found[1]] = int(found[2]), int(found[3])
+    return result

@@ -103,7 +103,7 @@ class Ours:
         buckets = batches.choose_buckets(
             where.length - 1, perf.feature_buckets, perf.feature_batch_tokens, 1
         )
-        extractor = extractors.Extractor(state, cfg, perf, None)
+        extractor: Any = extractors.Extractor(state, cfg, perf, None)
         if only_body:
             extractor = _Body(state)
         self.work = extraction.Pass(
