@@ -135,7 +135,9 @@ def feature_step(
     cfg, perf = config.features, config.perf
     arrays = abstract_arrays(model_config, mesh, config.mesh)
     model = checkpoints.assemble(model_config, arrays, mesh)
-    state = model_state.split(model, cfg.compute_dtype, perf.remat, cfg.num_layers)
+    state = model_state.split(
+        model, cfg.compute_dtype, perf.remat, cfg.num_layers, mesh=mesh
+    )
     extractor = extractors.Extractor(state, cfg, perf, mesh)
     per_shard = max(perf.feature_batch_tokens // length, 1)
     shape = (per_shard * extractor.shards, length)
