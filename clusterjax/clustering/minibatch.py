@@ -6,6 +6,7 @@ centre is the running mean of the rows it has been given.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -21,6 +22,8 @@ from clusterjax.clustering import rows as rows_lib
 
 # Neighbouring rows that are read together; a batch is made of random groups.
 _READ_ROWS = 256
+# Most Lloyd iterations of a start on the sample.
+_SAMPLE_ITERATIONS = 300
 
 
 def mini_batch_kmeans(
@@ -67,30 +70,13 @@ def mini_batch_kmeans(
         raise errors.UserError(
             f"num_clusters={num_clusters} is more than the {num_rows:,} rows."
         )
+    names = np.arange(num_rows) if row_names is None else np.asarray(row_names)
+    store = _Store(values_ND, weights, names, metric == "spherical", mesh)
     sample_key, search_key = jax.random.split(key)
     rng = np.random.default_rng(np.asarray(jax.random.key_data(sample_key)).ravel())
-    names = np.arange(num_rows) if row_names is None else np.asarray(row_names)
-    spherical = metric == "spherical"
-
-    def place(chosen: np.ndarray, size: int) -> rows_lib.Rows:
-        """Rows `chosen`, padded with weight 0 to `size`: one shape, one program."""
-        padded = np.concatenate([chosen, np.full(size - len(chosen), chosen[0])])
-        weight = np.ones(size, np.float32)
-        if weights is not None:
-            weight = np.asarray(weights[padded], np.float32)
-        weight[len(chosen) :] = 0
-        return rows_lib.place(
-            values_ND[padded],
-            weight,
-            mesh,
-            spherical=spherical,
-            row_names=names[padded],
-        )
-
-    limits = restarts.Limits(tol, 300)
     size = min(num_rows, restart_sample or restarts.default_sample(num_clusters))
-    chosen = np.sort(rng.choice(num_rows, size, replace=False))
-    sample = place(chosen, size)
+    sample = store.place(np.sort(rng.choice(num_rows, size, replace=False)), size)
+    limits = restarts.Limits(tol, _SAMPLE_ITERATIONS)
     best = restarts.search(
         sample, sample, num_clusters, num_restarts, limits, search_key
     )
@@ -102,15 +88,40 @@ def mini_batch_kmeans(
     for _ in range(max_passes):
         before_KD = centers_KD
         for batch in _batches(num_rows, batch_rows, rng):
-            rows = place(batch, batch_rows)
-            centers_KD = _update(rows, centers_KD, seen_K)
+            centers_KD = _update(store.place(batch, batch_rows), centers_KD, seen_K)
             num_batches += 1
         shift = float(np.sum((centers_KD - before_KD) ** 2))
         converged = shift <= tol * sample.variance
         if converged:
             break
-    result = _label(place, num_rows, batch_rows, centers_KD)
-    return _clustering(*result, weights, num_batches, converged)
+    label_N, distance_N = _label(store, batch_rows, centers_KD)
+    return _clustering(label_N, distance_N, centers_KD, weights, num_batches, converged)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Store:
+    """Rows that are read from the store when they are needed."""
+
+    values_ND: Any
+    weights: np.ndarray | None
+    names: np.ndarray
+    spherical: bool
+    mesh: Mesh | None
+
+    def place(self, chosen: np.ndarray, size: int) -> rows_lib.Rows:
+        """Rows `chosen`, padded with weight 0 to `size`: one shape, one program."""
+        padded = np.concatenate([chosen, np.full(size - len(chosen), chosen[0])])
+        weight = np.ones(size, np.float32)
+        if self.weights is not None:
+            weight = np.asarray(self.weights[padded], np.float32)
+        weight[len(chosen) :] = 0
+        return rows_lib.place(
+            self.values_ND[padded],
+            weight,
+            self.mesh,
+            spherical=self.spherical,
+            row_names=self.names[padded],
+        )
 
 
 def _batches(
@@ -146,17 +157,19 @@ def _update(
 
 
 def _label(
-    place: Any, num_rows: int, batch_rows: int, centers_KD: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    store: _Store, batch_rows: int, centers_KD: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Labels and squared distances of all rows, batch by batch."""
+    num_rows = len(store.values_ND)
     label_N = np.empty(num_rows, np.int32)
     distance_N = np.empty(num_rows, np.float32)
     for start in range(0, num_rows, batch_rows):
         chosen = np.arange(start, min(start + batch_rows, num_rows))
-        rows = place(chosen, batch_rows)
+        rows = store.place(chosen, batch_rows)
         label, distance = lloyd.assign(rows, jnp.asarray(centers_KD - rows.offset_D))
         label_N[chosen] = label[: len(chosen)]
         distance_N[chosen] = distance[: len(chosen)]
-    return label_N, distance_N, centers_KD
+    return label_N, distance_N
 
 
 def _clustering(

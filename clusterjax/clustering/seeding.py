@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,80 +61,108 @@ def _plus_plus(
     block: int,
 ) -> jax.Array:
     axes = rows_lib.data_axes(mesh)
-    restarts = key_R.shape[0]
 
     def local(x_ND: jax.Array, w_N: jax.Array, sq_N: jax.Array) -> jax.Array:
-        rows, dim = x_ND.shape
-        first_row = rows_lib.shard_index(axes, mesh) * rows
-        x_nbD = x_ND.reshape(-1, block, dim)
-
-        def blocks(a: jax.Array) -> jax.Array:
-            return a.reshape(-1, block, *a.shape[1:])
-
-        def distance(x_bD: jax.Array, sq_b: jax.Array, c_RLD: jax.Array) -> jax.Array:
-            dot_bC = jnp.matmul(
-                x_bD, c_RLD.reshape(-1, dim).T, precision=jax.lax.Precision.HIGHEST
-            )
-            c2_C = jnp.sum(c_RLD**2, axis=-1).reshape(-1)
-            d_bC = jnp.maximum(sq_b[:, None] + c2_C[None] - 2 * dot_bC, 0)
-            return d_bC.reshape(-1, *c_RLD.shape[:2])
-
-        def draw(i: jax.Array, near_NR: jax.Array, count: int) -> jax.Array:
-            """[R, count, D]: the rows whose clocks ring first."""
-            clock_NR = _clocks(key_R, i, first_row, rows)
-            mass_NR = w_N[:, None] * near_NR
-            score_RN = jnp.where(mass_NR > 0, mass_NR / clock_NR, -1.0).T
-            best_RL, local_RL = jax.lax.top_k(score_RN, min(count, rows))
-            owner = jax.lax.all_gather(best_RL, axes)
-            row_RL = first_row + local_RL
-            owner_row = jax.lax.all_gather(row_RL, axes)
-            best_RsL = jnp.moveaxis(owner, 0, 1).reshape(restarts, -1)
-            row_RsL = jnp.moveaxis(owner_row, 0, 1).reshape(restarts, -1)
-            _, pick_RL = jax.lax.top_k(best_RsL, count)
-            chosen_RL = jnp.take_along_axis(row_RsL, pick_RL, axis=1)
-            mine_RL = (chosen_RL >= first_row) & (chosen_RL < first_row + rows)
-            at_RL = jnp.clip(chosen_RL - first_row, 0, rows - 1)
-            return jax.lax.psum(jnp.where(mine_RL[..., None], x_ND[at_RL], 0), axes)
-
-        def nearest(near_NR: jax.Array, c_RD: jax.Array) -> jax.Array:
-            def body(args: tuple[jax.Array, ...]) -> jax.Array:
-                x_bD, sq_b, near_bR = args
-                d_bR = distance(x_bD, sq_b, c_RD[:, None])[..., 0]
-                return jnp.minimum(near_bR, d_bR)
-
-            near = jax.lax.map(body, (x_nbD, blocks(sq_N), blocks(near_NR)))
-            return near.reshape(near_NR.shape)
+        size, dim = x_ND.shape
+        shard = _Shard(
+            x_nbD=x_ND.reshape(-1, block, dim),
+            w_nb=w_N.reshape(-1, block),
+            square_nb=sq_N.reshape(-1, block),
+            first_row=rows_lib.shard_index(axes, mesh) * size,
+        )
 
         def step(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple:
-            centers_RKD, near_NR = state
-            c_RLD = draw(i, near_NR, candidates)
+            centers_RKD, near_nbR = state
+            candidate_RLD = _draw(shard, key_R, i, near_nbR, candidates, axes)
+            left_RL = jax.lax.psum(_left(shard, near_nbR, candidate_RLD, axes), axes)
+            best_R = jnp.argmin(left_RL, axis=1)
+            center_RD = jnp.take_along_axis(
+                candidate_RLD, best_R[:, None, None], axis=1
+            )[:, 0]
+            centers_RKD = centers_RKD.at[:, i].set(center_RD)
+            return centers_RKD, _nearer(shard, near_nbR, center_RD)
 
-            def body(pot_RL: jax.Array, args: tuple[jax.Array, ...]) -> tuple:
-                x_bD, w_b, sq_b, near_bR = args
-                d_bRL = jnp.minimum(near_bR[..., None], distance(x_bD, sq_b, c_RLD))
-                return pot_RL + jnp.einsum("b,brl->rl", w_b, d_bRL), None
-
-            zero = jax.lax.pcast(jnp.zeros((restarts, candidates)), axes, to="varying")
-            pot_RL, _ = jax.lax.scan(
-                body, zero, (x_nbD, blocks(w_N), blocks(sq_N), blocks(near_NR))
-            )
-            best_R = jnp.argmin(jax.lax.psum(pot_RL, axes), axis=1)
-            c_RD = jnp.take_along_axis(c_RLD, best_R[:, None, None], axis=1)[:, 0]
-            return centers_RKD.at[:, i].set(c_RD), nearest(near_NR, c_RD)
-
-        ones_NR = jnp.ones((rows, restarts)) + 0 * w_N[:, None]
-        first_RD = draw(jnp.int32(0), ones_NR, 1)[:, 0]
+        restarts = key_R.shape[0]
+        ones_nbR = jnp.ones((*shard.w_nb.shape, restarts)) + 0 * w_N[0]
+        first_RD = _draw(shard, key_R, jnp.int32(0), ones_nbR, 1, axes)[:, 0]
         centers = jnp.zeros((restarts, num_clusters, dim)).at[:, 0].set(first_RD)
-        near_NR = nearest(jnp.inf * ones_NR, first_RD)
-        centers, _ = jax.lax.fori_loop(1, num_clusters, step, (centers, near_NR))
-        return centers
+        near_nbR = _nearer(shard, jnp.inf * ones_nbR, first_RD)
+        return jax.lax.fori_loop(1, num_clusters, step, (centers, near_nbR))[0]
 
     return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(P(axes), P(axes), P(axes)),
-        out_specs=P(),
+        local, mesh=mesh, in_specs=(P(axes), P(axes), P(axes)), out_specs=P()
     )(values_ND, weight_N, square_N)
+
+
+class _Shard(NamedTuple):
+    """The rows of one shard, in blocks, and the global number of the first."""
+
+    x_nbD: jax.Array
+    w_nb: jax.Array
+    square_nb: jax.Array
+    first_row: jax.Array
+
+
+def _draw(
+    shard: _Shard,
+    key_R: jax.Array,
+    step: jax.Array,
+    near_nbR: jax.Array,
+    count: int,
+    axes: tuple[str, ...],
+) -> jax.Array:
+    """float32 [R, count, D]: the rows whose clocks ring first, over all shards."""
+    x_ND = shard.x_nbD.reshape(-1, shard.x_nbD.shape[-1])
+    size, restarts = len(x_ND), len(key_R)
+    mass_NR = (shard.w_nb[..., None] * near_nbR).reshape(size, restarts)
+    clock_NR = _clocks(key_R, step, shard.first_row, size)
+    score_RN = jnp.where(mass_NR > 0, mass_NR / clock_NR, -1.0).T
+    best_RL, at_RL = jax.lax.top_k(score_RN, count)
+    # The best of every shard meet, with their global row numbers: count × shards.
+    all_best = jnp.moveaxis(jax.lax.all_gather(best_RL, axes), 0, 1)
+    all_row = jnp.moveaxis(jax.lax.all_gather(shard.first_row + at_RL, axes), 0, 1)
+    _, pick_RL = jax.lax.top_k(all_best.reshape(restarts, -1), count)
+    row_RL = jnp.take_along_axis(all_row.reshape(restarts, -1), pick_RL, axis=1)
+    local_RL = row_RL - shard.first_row
+    mine_RL = (local_RL >= 0) & (local_RL < size)
+    row_RLD = x_ND[jnp.clip(local_RL, 0, size - 1)]
+    return jax.lax.psum(jnp.where(mine_RL[..., None], row_RLD, 0), axes)
+
+
+def _left(
+    shard: _Shard, near_nbR: jax.Array, candidate_RLD: jax.Array, axes: tuple[str, ...]
+) -> jax.Array:
+    """float32 [R, L]: inertia of this shard that each candidate would leave."""
+
+    def body(left_RL: jax.Array, args: tuple[jax.Array, ...]) -> tuple:
+        x_bD, w_b, square_b, near_bR = args
+        d_bRL = _distance(x_bD, square_b, candidate_RLD)
+        d_bRL = jnp.minimum(near_bR[..., None], d_bRL)
+        return left_RL + jnp.einsum("b,brl->rl", w_b, d_bRL), None
+
+    zero = jax.lax.pcast(jnp.zeros(candidate_RLD.shape[:2]), axes, to="varying")
+    blocks = (shard.x_nbD, shard.w_nb, shard.square_nb, near_nbR)
+    return jax.lax.scan(body, zero, blocks)[0]
+
+
+def _nearer(shard: _Shard, near_nbR: jax.Array, center_RD: jax.Array) -> jax.Array:
+    """Squared distances to the nearest centre, with one centre more."""
+
+    def body(args: tuple[jax.Array, ...]) -> jax.Array:
+        x_bD, square_b, near_bR = args
+        d_bR = _distance(x_bD, square_b, center_RD[:, None])[..., 0]
+        return jnp.minimum(near_bR, d_bR)
+
+    return jax.lax.map(body, (shard.x_nbD, shard.square_nb, near_nbR))
+
+
+def _distance(x_bD: jax.Array, square_b: jax.Array, c_RLD: jax.Array) -> jax.Array:
+    """float32 [b, R, L]: squared distances of a block of rows."""
+    c_CD = c_RLD.reshape(-1, c_RLD.shape[-1])
+    dot_bC = jnp.matmul(x_bD, c_CD.T, precision=jax.lax.Precision.HIGHEST)
+    square_C = jnp.sum(c_CD**2, axis=-1)
+    d_bC = jnp.maximum(square_b[:, None] + square_C[None] - 2 * dot_bC, 0)
+    return d_bC.reshape(-1, *c_RLD.shape[:2])
 
 
 def _clocks(
