@@ -28,7 +28,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.train.checkpoint_every = 10
     config.perf.feature_batch_tokens = 1024
     config.perf.eval_batch_tokens = 1024
-    # Two devices that each hold half of the parameters: the pair fits in 6 GB.
+    # Two devices that each hold half of the parameters.
     config.mesh.fsdp = 2
     config.mesh.num_simulated_devices = 2
     return config
