@@ -373,6 +373,22 @@ def test_even_steps_are_unbiased():
     assert np.abs(count - 500).max() < 92
 
 
+def test_a_step_is_placed_alone_as_among_others():
+    lengths, _ = _quickstart()
+    rng = np.random.default_rng(3)
+    length = rng.choice(lengths, (90, 40))
+    cluster = np.sort(rng.integers(0, 7, length.shape), axis=1)
+    shard = placement.spread(cluster, length, 4)
+    row, start = rows.best_fit(shard, length, 4, 264)
+    for step in range(0, 90, 7):
+        one = slice(step, step + 1)
+        alone = placement.spread(cluster[one], length[one], 4)
+        np.testing.assert_array_equal(alone, shard[one])
+        found = rows.best_fit(alone, length[one], 4, 264)
+        np.testing.assert_array_equal(found[0], row[one])
+        np.testing.assert_array_equal(found[1], start[one])
+
+
 def test_best_fit_by_hand():
     length = np.array([[5, 4, 3, 3, 2, 1, 0]])
     shard = np.array([[0, 0, 0, 0, 0, 0, -1]])
@@ -398,6 +414,17 @@ def test_sizes_known_ahead_hold_for_every_step(packing):
         assert (most_rows, most_labels) == (needed, slots)
     with pytest.raises(errors.PlanError, match="too few"):
         schedule.place(0, 1, 1, num_rows=schedule.layout(1).rows_used[0] - 1)
+
+
+def test_many_short_epochs_are_sized_quickly():
+    schedule = _schedule([30, 20], batch_size=10, num_epochs=2000.0)
+    begin = time.process_time()
+    layout = schedule.layout(2)
+    assert time.process_time() - begin < 5
+    assert len(layout.rows_used) == schedule.num_steps == 10_000
+    for step in (0, 4999, 9999):
+        placed = schedule.place(step, 2)
+        assert placed.row.max() + 1 <= layout.rows_used[step] <= layout.num_rows
 
 
 # Rows.

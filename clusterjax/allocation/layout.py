@@ -177,18 +177,23 @@ class Layout:
 
     def _sizes(self) -> tuple[np.ndarray, np.ndarray]:
         """(rows, labels) of the fullest shard of each step; places the whole run."""
-        num_epochs = self._schedule.num_epochs
-        if self._is_herded:
-            parts = [self._epoch_sizes(0)] * num_epochs
-        else:
-            parts = [self._epoch_sizes(epoch) for epoch in range(num_epochs)]
-        rows_S, labels_S = (np.concatenate(part) for part in zip(*parts))
-        last = self._schedule.num_steps
-        return rows_S[:last], labels_S[:last]
+        schedule = self._schedule
+        num_epochs = 1 if self._is_herded else schedule.num_epochs
+        # Small epochs are placed together.
+        together = max(_SAMPLED // schedule.plan.num_kept, 1)
+        parts = []
+        for first in range(0, num_epochs, together):
+            epochs = range(first, min(first + together, num_epochs))
+            members = [schedule.members(epoch) for epoch in epochs]
+            parts.append(self._most_of(np.concatenate(members)))
+        repeats = schedule.num_epochs if self._is_herded else 1
+        rows_S, labels_S = (np.concatenate(part * repeats) for part in zip(*parts))
+        return rows_S[: schedule.num_steps], labels_S[: schedule.num_steps]
 
-    def _epoch_sizes(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        members_SB = self._schedule.members(epoch)
-        shard_SB, row_SB, _ = self.epoch(epoch)
+    def _most_of(self, members_SB: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [S] rows in use, and label tokens in a micro-step, at most."""
+        shard_SB, length_SB = self._shards(members_SB)
+        row_SB, _ = self._rows(shard_SB, length_SB, self.row_length)
         step, slot = np.nonzero(members_SB >= 0)
         cell = step * self.num_shards + shard_SB[step, slot]
         cell = cell * self.num_micro_steps + row_SB[step, slot] % self.num_micro_steps

@@ -77,9 +77,9 @@ def _best_of_orders(
             break
         shard, length = shard_SB[again], length_SB[again]
         # Lengths, each made up to a half longer, give an order that is still nearly
-        # decreasing.
-        noise = shuffling.random_keys(np.arange(shard.size), attempt) % np.uint64(128)
-        key = length * (256 + noise.astype(np.int64).reshape(shard.shape))
+        # decreasing. A step's order must not depend on the steps beside it.
+        noise_B = shuffling.random_keys(np.arange(shard.shape[1]), attempt)
+        key = length * (256 + (noise_B % np.uint64(128)).astype(np.int64))[None]
         row, start = _pack(shard, length, key, num_shards, row_length)
         used = _per_shard(np.maximum, shard, row + 1, num_shards)
         better = used < used_SR[again]

@@ -97,12 +97,25 @@ def _ranking(
             return np.argsort(-_similarity(rows, target), kind="stable"), ()
         case "near_duplicate":
             return _without_near_duplicates(rows, cfg, forced_n)
+    return _cover(rows, cfg, rules, forced_n), ()
+
+
+def _cover(
+    rows: candidates.Candidates,
+    cfg: config.SelectionConfig,
+    rules: keep.SubsetRules,
+    forced_n: forced.Forced,
+) -> np.ndarray:
+    """All allowed candidates, those of the greedy cover first and in its order."""
     assert rows.values is not None
-    start = int(np.argmax(rows.norm))
-    # The cover is ordered, so that a longer one begins with every shorter one.
-    count = _prefix_in_budget(rows, cfg, np.argsort(rows.num_labels, kind="stable"))
-    picked = np.asarray(rules.k_center(rows.values, count, start))
-    return keep.then_the_rest(picked, len(rows)), ()
+    allowed = np.flatnonzero(~forced_n.never)
+    # A budget of tokens holds most examples when they are short: a cover so long
+    # begins with every shorter one.
+    shortest = allowed[np.argsort(rows.num_labels[allowed], kind="stable")]
+    count = _prefix_in_budget(rows, cfg, shortest)
+    start = int(np.argmax(rows.norm[allowed]))
+    picked = np.asarray(rules.k_center(rows.values[allowed], count, start))
+    return allowed[keep.then_the_rest(picked, len(allowed))]
 
 
 def _similarity(

@@ -71,7 +71,7 @@ def from_features(
         distance=_unknown(count) if clusters is None else clusters.distance,
         norm=feats.norm,
         loss=feats.loss,
-        values=feats.values,
+        values=np.asarray(feats.values),
         centroids=_no_centroids() if clusters is None else clusters.centroids,
         num_clusters=1 if clusters is None else clusters.num_clusters,
         num_corpus=feats.num_corpus,

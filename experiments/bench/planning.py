@@ -125,7 +125,8 @@ def _far_look_up(
 ) -> None:
     """A look-up at step one million of a long run, cold and warm."""
     plan = selection.select(clusters, feats, config.SelectionConfig())
-    cfg = config.AllocationConfig(batch_size=32, num_epochs=1000.0)
+    epochs = float(-(-1_100_000 * 32 // plan.num_kept))
+    cfg = config.AllocationConfig(batch_size=32, num_epochs=epochs)
     schedule = allocation.allocate(plan, lengths, labels, cfg)
     with timed(f"resume at step 1,000,000 of {schedule.num_steps:,}"):
         schedule.step(1_000_000)

@@ -14,7 +14,8 @@ import tensorflow_datasets as tfds
 
 from clusterjax import errors
 
-NAME = "clusterjax_plan"
+_COLUMNS = ("example_id", "uid", "source", "cluster_id", "weight")
+_TOKENS = ("input_ids", "labels")
 
 
 class ClusterjaxPlan(tfds.core.GeneratorBasedBuilder):
@@ -51,12 +52,10 @@ class ClusterjaxPlan(tfds.core.GeneratorBasedBuilder):
         return {"train": self._generate_examples()}
 
     def _generate_examples(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        names = tuple(self.info.features or ())
         for key, record in enumerate(self._records):
-            row = {name: record[name] for name in names}
-            for name in ("input_ids", "labels"):
-                row[name] = np.asarray(row[name], np.int32)
-            yield key, row
+            row = {name: record[name] for name in _COLUMNS}
+            tokens = {name: np.asarray(record[name], np.int32) for name in _TOKENS}
+            yield key, row | tokens
 
 
 def write(records: Iterable[dict[str, Any]], folder: pathlib.Path) -> int:
