@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,11 +25,9 @@ def write(result: comparison.Comparison, path: epath.PathLike, title: str) -> No
         "table",
         "Results",
         style.escape(comparison.caption(result)),
-        style.table(
-            [comparison.HEADS[i] for i in used],
-            [[row[i] for i in used] for row in rows],
-            numeric=range(1, len(used)),
-        ),
+        _columns(rows, [i for i in used if i < comparison.MAIN_COLUMNS])
+        + "<h3>Balance, clusters, answers</h3>"
+        + _columns(rows, [0, *(i for i in used if i >= comparison.MAIN_COLUMNS)]),
     )
     for name, heading, axis, column in (
         ("time", "Quality over time", "Total time, selection included (s)", "seconds"),
@@ -61,6 +59,14 @@ def write(result: comparison.Comparison, path: epath.PathLike, title: str) -> No
     files.write_text(path, page.render(header + "</header>", title, ""))
 
 
+def _columns(rows: Sequence[Sequence[str]], columns: Sequence[int]) -> str:
+    return style.table(
+        [comparison.HEADS[i] for i in columns],
+        [[row[i] for i in columns] for row in rows],
+        numeric=range(1, len(columns)),
+    )
+
+
 def _curves(result: comparison.Comparison, column: str, axis: str) -> models.LayoutDOM:
     plot = plotting.figure(
         height=400,
@@ -71,6 +77,7 @@ def _curves(result: comparison.Comparison, column: str, axis: str) -> models.Lay
         y_axis_label="Held-out loss (nats per label token)",
     )
     plots.dress(plot)
+    plot.xaxis.formatter = models.NumeralTickFormatter(format="0,0")
     for i, group in enumerate(result.groups):
         for row in group.rows:
             source = models.ColumnDataSource(

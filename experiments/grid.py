@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib.util
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -77,7 +78,7 @@ class Trial:
     def name(self) -> str:
         """Name of its folder."""
         budget = "" if self.budget is None else f"-b{self.budget:g}"
-        return f"{self.method}{budget}-s{self.seed}".replace(" ", "_").replace("/", "_")
+        return re.sub(r"[^\w.-]+", "-", f"{self.method}{budget}-s{self.seed}")
 
 
 def trials(comparison: Comparison) -> list[Trial]:

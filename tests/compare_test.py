@@ -220,7 +220,7 @@ def test_page_is_self_contained_and_escaped(result, tmp_path):
     text = (tmp_path / "compare.html").read_text(encoding="utf-8")
     assert "cluster <b>" not in text.split("<script")[0].split("</script>")[-1]
     assert "<h1>a &amp; b</h1>" in text
-    assert text.count("<section") == 6
+    assert text.count("<section") == 6 and "Balance, clusters, answers" in text
 
 
 def test_reused_stages_count_at_their_first_cost():

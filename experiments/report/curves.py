@@ -33,6 +33,7 @@ def figure(record: record_lib.RunRecord) -> models.LayoutDOM:
         x_range=models.DataRange1d(start=0, range_padding=0.02),
     )
     plots.dress(plot)
+    plot.xaxis.formatter = models.NumeralTickFormatter(format="0,0")
     spans = _stage_spans(record, plot)
     sources = _draw(record, plot)
     choice = models.RadioButtonGroup(labels=["time", "steps", "label tokens"], active=0)
