@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,19 @@ def simulate(num_devices: int) -> None:
             f" with {jax.local_device_count()} devices; call mesh.simulate before"
             " the first JAX operation, or leave the key out"
         )
+
+
+def be_patient() -> None:
+    """Lets simulated devices wait for one another on a busy machine.
+
+    By default XLA ends the process when a device is 40 s late for a collective
+    operation, which simulated devices that share few cores can be. Call it before any
+    JAX work; an own setting in `XLA_FLAGS` stays.
+    """
+    name = "--xla_cpu_collective_call_terminate_timeout_seconds"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if name not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {name}=600".strip()
 
 
 def build(

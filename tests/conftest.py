@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
+from clusterjax import mesh as mesh_lib
+
+mesh_lib.be_patient()
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
