@@ -86,6 +86,7 @@ class Store:
             the background, failed.
         """
         step = int(state.step)
+        # Sums of bits, taken where the arrays are: cheap, and the same on every mesh.
         sums = [int(s) for s in self._checksums(state)]
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(state),
@@ -149,6 +150,7 @@ class Store:
             if step == handover:
                 required.pop("plan", None)
             state, record, cause = self._try(step, abstract, required)
+            # All processes must take the same checkpoint, or none of them goes on.
             if _everywhere(state is not None) and state is not None:
                 return state, record or {}
             self._put_aside(step, cause or "another process could not read it")

@@ -202,10 +202,12 @@ class Loop:
         done = item.step + 1
         figures = self._worker_figures(done, item.batch)
         with self._timed("steps"):
+            # On CPU, many collective steps in flight may wait for one another for ever.
             finished = self._drain(self._in_flight - 1)
             self.state, out = self._program(self.state, self.frozen, item.batch)
             self._pending.append((item, out, figures))
-            # While this step runs, the host looks at the ones before.
+            # Fetching values of a step that still runs would wait for it; so the host
+            # looks at the steps before, while this one runs.
             for earlier in finished:
                 self._record(*earlier)
         faults.point("train.step")
@@ -313,6 +315,7 @@ class Loop:
 
     def _save(self, loss: float | None) -> None:
         with self._timed("checkpoint"):
+            # The lines first: a checkpoint promises that those of its steps are there.
             self.log.sync()
             record = {
                 **self._expected,

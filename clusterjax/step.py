@@ -229,7 +229,7 @@ def make_gradient(
         return loss, _like_params(grads, tmpl, mesh), aux
 
     def gradient(params, frozen, batch, step=0):
-        if batch.inputs.shape[0] == 1:
+        if batch.inputs.shape[0] == 1:  # no loop, and no zeros to add to
             micro = jax.tree.map(lambda x: x[0], batch)
             loss, grads, (nll_P, example_P) = one(params, frozen, micro, step)
             return loss, grads, nll_P[None], example_P[None]
@@ -288,6 +288,7 @@ def make_step(
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        # Chosen on the device, so that the host need not wait before the next step.
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(is_finite, new, old),
             (params, opt_state),

@@ -112,13 +112,10 @@ def fit(
         "optimizer": config.fingerprint(cfg.optimizer),
         "lora": config.fingerprint(model_cfg.lora),
     }
+    # Before anything that all processes do together, and would hang in.
     distributed.require_equal(expected)
     folder = epath.Path(workdir)
-    tmpl, params = step_lib.split(model, perf.remat, mesh)
-    frozen: step_lib.Params = {}
-    if model_cfg.lora.rank:
-        frozen = params
-        tmpl, params = step_lib.with_lora(tmpl, model_cfg.lora)
+    tmpl, params, frozen = _parts(model, model_cfg.lora, perf.remat, mesh)
     store = checkpoint.Store(
         folder / "checkpoints",
         keep=cfg.keep_checkpoints,
@@ -136,6 +133,24 @@ def fit(
         trained = _trained(loop, model_cfg.lora)
         if cfg.save_model and part.stop == part.total:
             _save(loop, trained, tokenizer, folder, model_cfg)
+    return _result(loop, trained, first)
+
+
+def _parts(
+    model: decoder.Decoder,
+    lora: config.LoraConfig,
+    remat: str,
+    mesh: jax.sharding.Mesh,
+) -> tuple[step_lib.Template, step_lib.Params, step_lib.Params]:
+    """The template, what is trained and what is not."""
+    tmpl, params = step_lib.split(model, remat, mesh)
+    if not lora.rank:
+        return tmpl, params, {}
+    tmpl, factors = step_lib.with_lora(tmpl, lora)
+    return tmpl, factors, params
+
+
+def _result(loop: loop_lib.Loop, trained: decoder.Decoder, first: int) -> Result:
     evals = [line for line in loop.log.history if line["kind"] == "eval"]
     return Result(
         trained,
@@ -164,6 +179,7 @@ def _save(
 ) -> None:
     """Writes the model in Hugging Face form, and the adapters in that of PEFT."""
     faults.point("model.save")
+    # All processes take part in gathering, and the first one writes.
     model = _on_host(model)
     factors = (
         jax.tree.map(np.asarray, step_lib.lora_factors(_gathered(loop.state.params)))
