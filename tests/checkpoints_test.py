@@ -99,6 +99,22 @@ def test_shards_of_an_index_equal_the_single_file(folder):
         checkpoints.load_decoder(folder)
 
 
+def test_large_models_are_saved_in_several_files(folder, tmp_path):
+    model = checkpoints.load_decoder(folder)
+    out = tmp_path / "out"
+    checkpoints.save_decoder(model, out)
+    checkpoints.save_decoder(model, out, max_file_bytes=100_000)
+    names = sorted(path.name for path in out.glob("*.safetensors"))
+    assert len(names) > 2 and names[0] == f"model-00001-of-{len(names):05d}.safetensors"
+    want, found = flat(model), flat(checkpoints.load_decoder(out))
+    for path, value in want.items():
+        np.testing.assert_array_equal(found[path], value)
+    # Back to one file: the index of before must not be read any more.
+    zeros = {path: 0 * value for path, value in want.items()}
+    checkpoints.save_decoder(checkpoints.assemble(model.config, zeros), out)
+    assert not np.any(flat(checkpoints.load_decoder(out))["embedding",])
+
+
 @pytest.mark.parametrize("name", ["llama3_rope", "qwen2_bias"])
 def test_both_dialects_of_config_json_mean_the_same(name):
     old = json.loads((GOLDEN / name / "config.json").read_text())

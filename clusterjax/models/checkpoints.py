@@ -19,6 +19,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from clusterjax import errors, files
 from clusterjax import mesh as mesh_lib
@@ -28,6 +29,7 @@ from clusterjax.models import decoder, hf_config, parameters
 _BUILTIN = pathlib.Path(__file__).parent / "assets" / "builtin"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def load(
@@ -89,6 +91,8 @@ def save(
         "pad_token_id": tokenizer.pad_id,
     }
     save_decoder(model, path, token_ids=ids)
+    if jax.process_index() > 0:
+        return
     tokenizer.save(path)
     files.write_json(pathlib.Path(path) / "generation_config.json", ids)
 
@@ -181,34 +185,81 @@ def save_decoder(
     model: decoder.Decoder,
     path: str | os.PathLike[str],
     token_ids: Mapping[str, int | None] | None = None,
+    max_file_bytes: int = 5_000_000_000,
 ) -> None:
-    """Writes config.json and model.safetensors.
+    """Writes config.json and model.safetensors, or an index and several files.
 
-    Each file appears, or replaces an earlier one, only when it is whole.
+    Each file appears, or replaces an earlier one, only when it is whole. One file at a
+    time is gathered; with several processes all call, and the first one writes.
 
     Args:
       model: the decoder.
       path: directory to write to.
       token_ids: ids of the special tokens, for a model whose source named none.
+      max_file_bytes: a file is closed before it grows beyond this.
 
     Raises:
       errors.CheckpointError: no Hugging Face architecture describes this decoder.
     """
     table = parameters.table(model.config)
     flat = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
-    tensors: dict[str, np.ndarray] = {}
-    for item_path, item in table.items():
-        value = np.asarray(flat[item_path][...])
-        layers = value if item.stacked else value[None]
-        for name, layer in zip(item.tensor_names(), layers, strict=True):
-            layer = layer.T if item.transposed else layer
-            tensors[name] = np.ascontiguousarray(layer)
-    dtype = str(tensors["model.embed_tokens.weight"].dtype)
+    values = {item_path: flat[item_path][...] for item_path in table}
+    dtype = str(values["embedding",].dtype)
     config_text = hf_config.dump(model.config, dtype, token_ids or {})
     folder = pathlib.Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / _SINGLE, tensors)
+    groups = _file_groups(values, max_file_bytes)
+    weight_map: dict[str, str] = {}
+    for name, paths in groups.items():
+        tensors: dict[str, np.ndarray] = {}
+        for item_path in paths:
+            tensors |= _tensors(table[item_path], to_host(values[item_path]))
+        if jax.process_index() == 0:
+            write_tensors(folder / name, tensors)
+        weight_map |= dict.fromkeys(tensors, name)
+    if jax.process_index() > 0:
+        return
+    if len(groups) > 1:
+        files.write_json(folder / _INDEX, {"metadata": {}, "weight_map": weight_map})
+    # What an earlier save left under the other layout would be read first, or twice.
+    (folder / (_SINGLE if len(groups) > 1 else _INDEX)).unlink(missing_ok=True)
     files.write_text(folder / "config.json", config_text)
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """Returns the whole array; with several processes, each of them has to call."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    return np.asarray(array)
+
+
+def _file_groups(
+    values: Mapping[parameters.Path, jax.Array], max_file_bytes: int
+) -> dict[str, list[parameters.Path]]:
+    """Spreads the parameters over files, file name → paths, each file at least one."""
+    groups: list[list[parameters.Path]] = [[]]
+    size = 0
+    for path, value in values.items():
+        if groups[-1] and size + value.nbytes > max_file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(path)
+        size += value.nbytes
+    if len(groups) == 1:
+        return {_SINGLE: groups[0]}
+    total = len(groups)
+    return {
+        f"model-{i + 1:05d}-of-{total:05d}.safetensors": paths
+        for i, paths in enumerate(groups)
+    }
+
+
+def _tensors(item: parameters.Parameter, value: np.ndarray) -> dict[str, np.ndarray]:
+    """The Hugging Face tensors of one parameter."""
+    layers = value if item.stacked else value[None]
+    return {
+        name: np.ascontiguousarray(layer.T if item.transposed else layer)
+        for name, layer in zip(item.tensor_names(), layers, strict=True)
+    }
 
 
 def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
@@ -334,8 +385,8 @@ def _slice(
     tensors: Mapping[str, Any], name: str, index: tuple[slice, ...]
 ) -> np.ndarray:
     part = tensors[name].get_slice(name)[index]
-    if part.dtype.kind not in "fV" and part.dtype.name != "bfloat16":
+    if part.dtype.name not in _DTYPES:
         raise errors.CheckpointError(
-            f"{name} has dtype {part.dtype}; expected float32, float16 or bfloat16"
+            f"{name} has dtype {part.dtype}; expected one of {', '.join(_DTYPES)}"
         )
     return part

@@ -249,7 +249,7 @@ def save(
     everywhere = all(layers.all() for layers in chosen.values())
     for name, layers in chosen.items():
         hf_name = parameters.MODULE_NAMES[name]
-        pair = {side: np.asarray(factors[name][side]) for side in ("a", "b")}
+        pair = {side: checkpoints.to_host(factors[name][side]) for side in ("a", "b")}
         for i in np.flatnonzero(layers):
             module = f"model.layers.{i}.{hf_name}"
             for side, tensor_name in (("a", "lora_A"), ("b", "lora_B")):
@@ -257,6 +257,8 @@ def save(
                     np.ascontiguousarray(pair[side][i].T)
                 )
             modules.append(hf_name.rpartition(".")[2] if everywhere else module)
+    if jax.process_index() > 0:
+        return
     folder = pathlib.Path(path)
     checkpoints.write_tensors(folder / _WEIGHTS_FILE, tensors)
     files.write_json(
