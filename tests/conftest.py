@@ -1,8 +1,18 @@
 """Eight virtual CPU devices for every test; broadcasting by rank is an error."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # Workers and the processes that tests start compile the same programs: once is
+    # enough. The folder goes when the process that made it ends.
+    _compiled = tempfile.mkdtemp(prefix="clusterjax-compiled-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
 
 import jax
 import numpy as np
