@@ -135,7 +135,10 @@ class Runner:
 def _is_finished(folder: pathlib.Path, config: config_lib.Config) -> bool:
     if not (folder / "summary.json").exists():
         return False
-    made = saved_run.read_config(folder)
+    try:
+        made = saved_run.read_config(folder)
+    except errors.ConfigError:
+        return False  # left by a version with other keys
     return _result_fingerprint(made) == _result_fingerprint(config)
 
 

@@ -102,9 +102,9 @@ def mechanism(
     mass_n = sketch.user_weight * (sketch.num_labels if by_token else 1.0)
     row_M = _rows(sketch, plan)
     all_D = _mean(gradient_nD, mass_n)
-    planned_SD = _planned_steps(gradient_nD, row_M, schedule)
+    planned_SD, is_full_S = _planned_steps(gradient_nD, row_M, schedule)
     # A padded last step holds fewer examples, so it is noisier by its size alone.
-    noise = _spread(planned_SD)
+    noise = _spread(planned_SD[is_full_S])
     batch = schedule.config.batch_size
     plain = _random_noise(gradient_nD, mass_n, np.arange(len(mass_n)), batch, rng)
     static_M = plan.static_weight * (sketch.num_labels[row_M] if by_token else 1.0)
@@ -155,14 +155,14 @@ def _rows(
 
 def _planned_steps(
     gradient_nD: np.ndarray, row_M: np.ndarray, schedule: allocation.Schedule
-) -> np.ndarray:
-    """Float32 [S', D]: Σ_i u_i |𝒯_i| g_i of every full step of the run."""
-    result = []
+) -> tuple[np.ndarray, np.ndarray]:
+    """Σ_i u_i |𝒯_i| g_i of every step, [S, D], and whether it holds B examples."""
+    step_SD, is_full_S = [], []
     for step in schedule:
-        if len(step.entry) == schedule.config.batch_size or schedule.num_steps == 1:
-            weight = step.weight * schedule.num_labels[step.entry]
-            result.append(weight.astype(np.float32) @ gradient_nD[row_M[step.entry]])
-    return np.stack(result)
+        weight = step.weight * schedule.num_labels[step.entry]
+        step_SD.append(weight.astype(np.float32) @ gradient_nD[row_M[step.entry]])
+        is_full_S.append(len(step.entry) == schedule.config.batch_size)
+    return np.stack(step_SD), np.array(is_full_S)
 
 
 def _mean(gradient_nD: np.ndarray, mass_n: np.ndarray) -> np.ndarray:

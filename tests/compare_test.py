@@ -284,6 +284,11 @@ def test_each_run_is_made_once(base, tmp_path, monkeypatch):
     (tmp_path / "runs" / "full-s1" / "summary.json").unlink()
     runner.run_all()
     assert len(calls) == 5 and f"--workdir={tmp_path}/runs/full-s1" in calls[-1]
+    old = tmp_path / "old-version"
+    old.mkdir()
+    (old / "summary.json").write_text("{}")
+    (old / "config.json").write_text('{"gone": 1}')
+    assert not compare._is_finished(old, config.Config())
     elsewhere = dataclasses.replace(made, finished=(f"{tmp_path}/runs/cluster-s0",))
     compare.Runner(elsewhere, tmp_path / "again").run_all()
     assert len(calls) == 8  # cluster-s0 is not made again
@@ -357,17 +362,18 @@ def test_noise_equals_brute_force(rng):
     run = synthetic_run.saved()
     sketch = _sketch(run, rng)
     gradient = sketch.values.astype(np.float64) * sketch.norm[:, None]
-    steps = []
+    steps, full = [], []
     for step in run.schedule:
-        if len(step.example_id) < 16:
-            continue
         total = np.zeros(12)
         for i, u in zip(step.example_id, step.weight):
             for _ in range(int(run.corpus.num_labels[i])):
                 total += u * gradient[i]
         steps.append(total)
+        if len(step.example_id) == 16:
+            full.append(total)
+    assert len(steps) > len(full)
+    noise = ((full - np.mean(full, 0)) ** 2).sum() / (len(full) - 1)
     center = np.mean(steps, 0)
-    noise = sum(((s - center) ** 2).sum() for s in steps) / (len(steps) - 1)
     labels = run.corpus.num_labels
     everything = (labels[:, None] * gradient).sum(0) / labels.sum()
     found = _measure(run, sketch)
