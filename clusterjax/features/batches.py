@@ -17,8 +17,9 @@ from clusterjax import datatypes
 # Bucket lengths are multiples of this: the lane width of vector units, and few enough
 # candidates for an exact choice.
 LENGTH_MULTIPLE = 16
-# Label slots of a shard are rounded up to this share of its positions.
-SLOT_STEPS = 16
+# Label slots are rounded up to one of these sixteenths of the positions: each number of
+# slots is a program of its own, so there are few, and finer where labels are rare.
+_SLOT_SIXTEENTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 class Rows(NamedTuple):
@@ -211,6 +212,8 @@ def plan_batches(
             chosen = members[begin : begin + width]
             batch = np.full(width, -1, np.int64)
             batch[: len(chosen)] = chosen
+            # Dealt out in turn: shards are alike in rows and in labels.
+            batch = batch.reshape(bucket.rows, num_shards).T.reshape(-1)
             labels = np.where(batch >= 0, where.num_labels[batch], 0)
             most = int(labels.reshape(num_shards, -1).sum(axis=1).max())
             result.bucket.append(bucket)
@@ -222,8 +225,8 @@ def plan_batches(
 
 def _slots(labels: int, positions: int) -> int:
     """Slots for so many labels, rounded up to one of a few sizes."""
-    step = max(positions // SLOT_STEPS, 1)
-    return max(-(-labels // step), 1) * step
+    sizes = [-(-positions * part // 16) for part in _SLOT_SIXTEENTHS]
+    return next(size for size in sizes if size >= labels)
 
 
 def fill(

@@ -218,7 +218,8 @@ def _complete(
     with progress.track("features", len(missing), "examples") as advance:
         for ids in work.blocks(missing):
             block = _compute_block(work, ids, advance)
-            kept.write(block)
+            if block is not None:
+                kept.write(block)
     _barrier("features: done")
     if isinstance(kept, store.Store):
         kept.refresh()
@@ -231,13 +232,15 @@ def _complete(
         )
 
 
-def _compute_block(work: Pass, ids: np.ndarray, advance: Any) -> store.Block:
-    """Features of one block; of this process's rows, with several."""
+def _compute_block(work: Pass, ids: np.ndarray, advance: Any) -> store.Block | None:
+    """Features of one block; of this process's rows (None: none), with several."""
     parts = []
     for example_id, raw_BD, loss_B in work.run(ids):
         unit_BD, norm_B = vectors.unit_rows(raw_BD)
         parts.append((example_id, unit_BD, norm_B, loss_B))
         advance(len(example_id))
+    if not parts:
+        return None
     example_id, unit_ND, norm, loss = (np.concatenate(p) for p in zip(*parts))
     order = np.argsort(example_id)
     return store.Block(

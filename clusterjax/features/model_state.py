@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from clusterjax import config as config_lib
-from clusterjax import errors
+from clusterjax import distributed, errors
 from clusterjax import mesh as meshes
 from clusterjax.models import decoder, lora
 
@@ -87,7 +87,7 @@ class ModelState:
 
         def place(array: jax.Array) -> jax.Array:
             alone = len(array.sharding.device_set) == 1
-            return jax.device_put(array, everywhere) if alone else array
+            return distributed.place(array, everywhere) if alone else array
 
         return dataclasses.replace(self, params=jax.tree.map(place, self.params))
 
