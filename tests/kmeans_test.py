@@ -375,9 +375,10 @@ def test_silhouette_equals_its_definition(rng):
 def test_choose_k_finds_the_true_number(rng):
     values = blobs(rng, num_rows=400, dim=4, clusters=4, spread=0.2)
     choices = clustering.choose_k(
-        values, [2, 4, 8], key=jax.random.key(0), sample=300, num_restarts=3
+        values, [4, 2, 400], key=jax.random.key(0), sample=300, num_restarts=2
     )
-    assert [c.num_clusters for c in choices] == [2, 4, 8]
+    # More clusters than rows in the sample are left out.
+    assert [c.num_clusters for c in choices] == [2, 4]
     assert max(choices, key=lambda c: c.silhouette).num_clusters == 4
     inertia = [c.inertia for c in choices]
     assert inertia == sorted(inertia, reverse=True)

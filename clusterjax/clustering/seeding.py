@@ -75,7 +75,9 @@ def _plus_plus(
             centers_RKD, near_nbR = state
             candidate_RLD = _draw(shard, key_R, i, near_nbR, candidates, axes)
             left_RL = jax.lax.psum(_left(shard, near_nbR, candidate_RLD, axes), axes)
-            best_R = jnp.argmin(left_RL, axis=1)
+            # The first centre is drawn by weight alone, and not chosen.
+            best_R = jnp.where(i == 0, 0, jnp.argmin(left_RL, axis=1))
+            near_nbR = jnp.where(i == 0, jnp.inf, near_nbR)
             center_RD = jnp.take_along_axis(
                 candidate_RLD, best_R[:, None, None], axis=1
             )[:, 0]
@@ -83,11 +85,9 @@ def _plus_plus(
             return centers_RKD, _nearer(shard, near_nbR, center_RD)
 
         restarts = key_R.shape[0]
-        ones_nbR = jnp.ones((*shard.w_nb.shape, restarts)) + 0 * w_N[0]
-        first_RD = _draw(shard, key_R, jnp.int32(0), ones_nbR, 1, axes)[:, 0]
-        centers = jnp.zeros((restarts, num_clusters, dim)).at[:, 0].set(first_RD)
-        near_nbR = _nearer(shard, jnp.inf * ones_nbR, first_RD)
-        return jax.lax.fori_loop(1, num_clusters, step, (centers, near_nbR))[0]
+        near_nbR = jnp.ones((*shard.w_nb.shape, restarts)) + 0 * w_N[0]
+        centers = jnp.zeros((restarts, num_clusters, dim))
+        return jax.lax.fori_loop(0, num_clusters, step, (centers, near_nbR))[0]
 
     return jax.shard_map(
         local, mesh=mesh, in_specs=(P(axes), P(axes), P(axes)), out_specs=P()
