@@ -19,7 +19,7 @@ def pack(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
 
     Returns:
       (row int64 [N], start int64 [N] of the example in its row). Rows are numbered
-      from 0 in the order in which they were opened; at most 11/9 · optimum + 1 are used.
+      from 0 in the order of their opening; at most 11/9 · optimum + 1 are used.
 
     Raises:
       ValueError: a length that does not fit.
