@@ -89,8 +89,11 @@ class MemoryStore:
         if np.any(block < 0):
             raise KeyError(f"{int(np.sum(block < 0)):,} examples are not in the store")
         for i, chosen in _groups(block):
-            unit_ND = self.blocks[i].unit_ND[row[chosen]]
+            unit_ND = self._unit_rows(self.blocks[i])[row[chosen]]
             yield chosen, np.asarray(unit_ND, np.float32)
+
+    def _unit_rows(self, block: Block) -> np.ndarray:
+        return block.unit_ND
 
     def _add(self, block: Block) -> None:
         number = len(self.blocks)
@@ -163,6 +166,10 @@ class Store(MemoryStore):
         temporary.replace(path)
         self._add(read_block(path, check=False))
 
+    def _unit_rows(self, block: Block) -> np.ndarray:
+        # A mapping of its own for every use, so that its pages are let go afterwards.
+        return read_block(self.directory / block.name, check=False).unit_ND
+
     def _remove_leftovers(self) -> None:
         """Deletes what processes of this machine left when they were killed."""
         host = socket.gethostname()
@@ -185,13 +192,10 @@ def read_block(path: epath.PathLike, check: bool = True) -> Block:
       errors.DataError: the file is not a whole, undamaged block.
     """
     path = epath.Path(path)
-    if _is_local(path):
-        size = os.path.getsize(path)
-        content = np.memmap(path, np.uint8, "r") if size else np.zeros(0, np.uint8)
-    else:
-        content = np.frombuffer(path.read_bytes(), np.uint8)
-    if check and not _is_whole(content):
+    if check and not _is_whole(_content(path)):
         raise errors.DataError(f"{path} is damaged: its digest does not match")
+    # Mapped anew: the pages that the check has read need not stay resident.
+    content = _content(path)
     start = 16 + int(content[8:16].view("<u8")[0])
     header = json.loads(bytes(content[16:start]))
     offset, arrays = start, {}
@@ -266,6 +270,15 @@ def _serialised(block: Block, unit_ND: np.ndarray) -> Iterator[bytes | memoryvie
         offset += -offset % _ALIGNMENT
         yield memoryview(array.reshape(-1).view(np.uint8))
         offset += array.nbytes
+
+
+def _content(path: epath.Path) -> np.ndarray:
+    """The bytes of a file, memory-mapped where it is local."""
+    if not _is_local(path):
+        return np.frombuffer(path.read_bytes(), np.uint8)
+    if not os.path.getsize(path):
+        return np.zeros(0, np.uint8)
+    return np.memmap(path, np.uint8, "r")
 
 
 def _is_whole(content: np.ndarray) -> bool:
