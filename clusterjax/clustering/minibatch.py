@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from clusterjax import datatypes, errors
-from clusterjax.clustering import lloyd, restarts
+from clusterjax.clustering import assignment, lloyd, restarts
 from clusterjax.clustering import rows as rows_lib
 
 # Neighbouring rows that are read together; a batch is made of random groups.
@@ -166,7 +166,9 @@ def _label(
     for start in range(0, num_rows, batch_rows):
         chosen = np.arange(start, min(start + batch_rows, num_rows))
         rows = store.place(chosen, batch_rows)
-        label, distance = lloyd.assign(rows, jnp.asarray(centers_KD - rows.offset_D))
+        label, distance = assignment.assign(
+            rows, jnp.asarray(centers_KD - rows.offset_D)
+        )
         label_N[chosen] = label[: len(chosen)]
         distance_N[chosen] = distance[: len(chosen)]
     return label_N, distance_N

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clusterjax.clustering import lloyd, seeding
+from clusterjax.clustering import assignment, lloyd, seeding
 from clusterjax.clustering import rows as rows_lib
 
 # Columns of the distance product that starts running together may fill.
@@ -147,7 +147,7 @@ def fill(
     rows: rows_lib.Rows, centers_KD: np.ndarray, empty_K: np.ndarray
 ) -> np.ndarray:
     """Empty clusters take the rows that are farthest from their centres."""
-    _, distance_N = lloyd.assign(rows, jnp.asarray(centers_KD))
+    _, distance_N = assignment.assign(rows, jnp.asarray(centers_KD))
     weight_N = rows_lib.to_host(rows.weight_N, rows.num_rows)
     distance_N = np.where(weight_N > 0, distance_N, -1)
     farthest = np.argsort(-distance_N, kind="stable")[: empty_K.sum()]
@@ -181,7 +181,7 @@ def _least(
     rows: rows_lib.Rows, states: lloyd.LoopState
 ) -> tuple[lloyd.LoopState, float]:
     """The start of least inertia, as a group of one, and its inertia."""
-    inertia_R = np.asarray(lloyd.inertia(rows, states.centers_GKD))
+    inertia_R = np.asarray(assignment.inertia(rows, states.centers_GKD))
     r = int(np.argmin(inertia_R))
     return jax.tree.map(lambda a: a[r : r + 1], states), float(inertia_R[r])
 
@@ -204,7 +204,7 @@ def _recombine(
     few = dataclasses.replace(limits, max_iterations=min(limits.max_iterations, 20))
     refined = converge(centers, starts_RKD, few).centers_GKD
     refined = refined + centers.offset_D[None, None]
-    best_R = np.argsort(np.asarray(lloyd.inertia(sample, refined)), kind="stable")
+    best_R = np.argsort(np.asarray(assignment.inertia(sample, refined)), kind="stable")
     return refined[best_R[: _group_size(restarts, clusters)]]
 
 

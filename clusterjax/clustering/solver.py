@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from clusterjax import datatypes, errors
-from clusterjax.clustering import lloyd, restarts
+from clusterjax.clustering import assignment, lloyd, restarts
 from clusterjax.clustering import rows as rows_lib
 
 
@@ -111,14 +111,14 @@ def _finish(
 ) -> datatypes.Clustering:
     """Final labels and distances of one start; no cluster stays empty."""
     centers_KD = np.asarray(state.centers_GKD[0])
-    label_N, distance_N = lloyd.assign(rows, jnp.asarray(centers_KD))
+    label_N, distance_N = assignment.assign(rows, jnp.asarray(centers_KD))
     for _ in range(len(centers_KD)):
         counted_N = label_N if weights is None else label_N[weights > 0]
         empty_K = np.bincount(counted_N, minlength=len(centers_KD)) == 0
         if not empty_K.any():
             break
         centers_KD = restarts.fill(rows, centers_KD, empty_K)
-        label_N, distance_N = lloyd.assign(rows, jnp.asarray(centers_KD))
+        label_N, distance_N = assignment.assign(rows, jnp.asarray(centers_KD))
     weight_N = 1.0 if weights is None else weights
     sizes_K = np.bincount(label_N, minlength=len(centers_KD))
     return datatypes.Clustering(
