@@ -1,4 +1,4 @@
-"""The quickstart beside its full-data twin, a random choice as large, and 5 % at random.
+"""The quickstart beside full data, a random choice as large, and 5 % at random.
 
     make compare      # or: python -m experiments.compare
                       #       --config configs/compare_quickstart.py
