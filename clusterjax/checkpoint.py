@@ -20,7 +20,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from clusterjax import datatypes, errors, progress
+from clusterjax import datatypes, errors, files, progress
 
 _DAMAGED = "damaged-"
 
@@ -44,7 +44,7 @@ class Store:
           keep_best: keep the one of lowest held-out loss as well.
           in_background: return from `save` before everything is written.
         """
-        self._directory = epath.Path(directory)
+        self._directory = files.absolute(directory)
         self._directory.mkdir(parents=True, exist_ok=True)
         _name_unfinished(self._directory)
         kept: list[Any] = [preservation_policy.LatestN(max(keep, 1))]

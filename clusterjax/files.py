@@ -50,6 +50,12 @@ def write_with(path: epath.PathLike, write: Callable[[epath.Path], Any]) -> None
         temporary.unlink(missing_ok=True)
 
 
+def absolute(path: epath.PathLike) -> epath.Path:
+    """The path from the root (Orbax takes no other); remote paths stay as they are."""
+    name = os.fspath(path)
+    return epath.Path(name if "://" in name else os.path.abspath(name))
+
+
 def read_json(path: epath.PathLike) -> Any:
     """Reads a JSON file."""
     return json.loads(epath.Path(path).read_text())

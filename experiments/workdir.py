@@ -53,7 +53,7 @@ def opened(
       errors.WorkdirError: the folder can't be written, another process works in it, or
         it holds a run with another config (the keys that differ are named).
     """
-    folder = epath.Path(path)
+    folder = files.absolute(path)
     if overwrite and _differences(folder, config):
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         old = folder.parent / f"{folder.name}.old-{stamp}"

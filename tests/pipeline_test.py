@@ -93,8 +93,9 @@ def test_a_second_start_repeats_nothing(four_devices):
 
 
 @pytest.mark.parametrize("method", ["full", "random"])
-def test_plain_baselines(method, tmp_path):
-    run = run_lib.execute(_config(2, method=method, num_kept=40), tmp_path / "run")
+def test_plain_baselines_in_a_relative_folder(method, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = run_lib.execute(_config(2, method=method, num_kept=40), "run")
     kept = len(run.plan.example_id)
     assert kept == (run.corpus.num_examples if method == "full" else 40)
     assert run.features is None and run.clusters is None

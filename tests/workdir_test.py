@@ -20,6 +20,13 @@ def test_second_start_with_the_same_config_is_welcome(tmp_path):
     assert files.read_json(tmp_path / "run" / "environment.json")["versions"]["jax"]
 
 
+def test_a_relative_folder_becomes_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with workdir.opened("runs/a", CONFIG) as folder:
+        assert os.fspath(folder) == os.path.join(tmp_path, "runs", "a")
+    assert os.fspath(files.absolute("gs://bucket/a")) == "gs://bucket/a"
+
+
 def test_another_config_is_refused_and_the_key_named(tmp_path):
     with workdir.opened(tmp_path / "run", CONFIG):
         pass
