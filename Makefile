@@ -21,7 +21,7 @@ test-all: $(VENV)/installed
 lint: $(VENV)/installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/installed-lint
 	$(BIN)/ruff check --fix .

@@ -183,9 +183,6 @@ class FeaturesConfig:
     compute_dtype: Literal["", "float32", "bfloat16"] = key(
         "", "type of activations in the pass; '' = model.compute_dtype"
     )
-    during_first_epoch: bool = key(
-        False, "take the features from the training passes of a first full epoch"
-    )
     store_dtype: Literal["float32", "float16"] = key(
         "float32", "type of the stored features"
     )

@@ -1,6 +1,6 @@
 """The whole method on embedded data and an embedded model, in minutes on a laptop.
 
-    python -m experiments.run --config configs/quickstart.py --workdir runs/quickstart
+python -m experiments.run --config configs/quickstart.py --workdir runs/quickstart
 """
 
 import ml_collections
@@ -17,10 +17,8 @@ SETS = (
 
 def get_config() -> ml_collections.ConfigDict:
     config = config_lib.default()
-    config.data.sources = tuple(config_lib.source(path=path) for path in SETS)
-    config.data.eval_sources = tuple(
-        config_lib.source(path=path, split="heldout") for path in SETS
-    )
+    config.data.sources = _sources("train")
+    config.data.eval_sources = _sources("heldout")
     config.data.max_length = 512
     config.clustering.num_clusters = 4
     config.selection.ratio = 1.0
@@ -30,3 +28,11 @@ def get_config() -> ml_collections.ConfigDict:
     config.train.eval_every = 25
     config.mesh.num_simulated_devices = 4
     return config
+
+
+def _sources(split: str) -> tuple[ml_collections.ConfigDict, ...]:
+    """Sources are the module groups of the library, and the tasks."""
+    return tuple(
+        config_lib.source(path=path, split=split, source_column="source")
+        for path in SETS
+    )

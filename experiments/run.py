@@ -38,7 +38,7 @@ from experiments import ledger as ledger_lib
 from experiments.report import record as record_lib
 
 STAGES = ("data", "features", "cluster", "select", "train", "report")
-_METHODS_WITH_CLUSTERS = ("cluster", "stratified")
+_METHODS_WITH_CLUSTERS = ("cluster", "stratified", "uniform")
 _METHODS_WITHOUT_FEATURES = ("full", "random")
 
 
@@ -52,7 +52,7 @@ class Run:
     mesh: jax.sharding.Mesh
     tokenizer: Any = None
     model: Any = None
-    corpus: datatypes.Corpus | None = None
+    corpus: datatypes.Corpus = dataclasses.field(init=False)
     eval_corpus: datatypes.Corpus | None = None
     features: datatypes.GradientFeatures | None = None
     clusters: datatypes.Clustering | None = None
@@ -230,7 +230,7 @@ def _target_features(run: Run) -> datatypes.GradientFeatures | None:
         return None
     names = run.eval_corpus.source_names if run.eval_corpus is not None else ()
     wanted = config.selection.target_source
-    if wanted not in names:
+    if run.eval_corpus is None or wanted not in names:
         raise errors.ConfigError(
             f"selection.target_source={wanted!r} is not a held-out source; there are"
             f" {', '.join(names) or 'none'} (data.eval_sources)"
@@ -370,4 +370,4 @@ def main() -> int | None:
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__)
+    command_line.run(main, __doc__ or "")

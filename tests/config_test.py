@@ -1,6 +1,8 @@
 """Settings: every key explained, every mistake named."""
 
 import dataclasses
+import pathlib
+import re
 
 import pytest
 
@@ -73,3 +75,13 @@ def test_bfloat16_masters_earn_a_caution():
     [text] = config_lib.cautions(config_lib.resolve(chosen))
     assert "model.param_dtype=bfloat16" in text and "learning_rate=5e-05" in text
     assert "float32" in text
+
+
+def test_every_key_is_used():
+    root = pathlib.Path(config_lib.__file__).parent
+    paths = [*root.rglob("*.py"), *(root.parent / "experiments").rglob("*.py")]
+    text = "\n".join(p.read_text() for p in paths if p.name != "config.py")
+    for cls in (config_lib.Config, config_lib.SourceConfig):
+        for name, _, _, _ in config_lib.describe(cls):
+            key = name.rpartition(".")[2]
+            assert re.search(rf"\.{key}\b", text), f"{name} does nothing"
