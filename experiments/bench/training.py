@@ -89,7 +89,10 @@ class Peer:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError("the PyTorch process ended; see its message above")
+            raise RuntimeError(
+                f"the PyTorch process ended with code {self._process.wait()}; see its"
+                " message above"
+            )
         return json.loads(line)
 
 
