@@ -467,7 +467,7 @@ class Config:
     stages: Literal[
         "all", "data", "features", "cluster", "select", "train", "report"
     ] = key("all", "the last stage to run")
-    seed: int = key(0, "added to every other seed")
+    seed: int = key(0, "added to the seeds of clustering, selection and allocation")
     data: DataConfig = group(DataConfig, "what is read and how it becomes tokens")
     model: ModelConfig = group(ModelConfig, "the model")
     features: FeaturesConfig = group(FeaturesConfig, "gradient features")

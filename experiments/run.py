@@ -33,7 +33,7 @@ from clusterjax import (
 from clusterjax import config as config_lib
 from clusterjax import mesh as mesh_lib
 from clusterjax import plan as plans
-from experiments import artifacts, command_line, renewal, report, workdir
+from experiments import artifacts, command_line, feature_pass, renewal, report, workdir
 from experiments import ledger as ledger_lib
 from experiments.report import record as record_lib
 
@@ -152,13 +152,8 @@ def _compute_features(run: Run) -> None:
         run.features = artifacts.load_features(folder)
         return
     with run.ledger.stage("features") as entry:
-        run.features = features.compute(
-            run.model,
-            run.corpus,
-            run.config.features,
-            run.mesh,
-            perf=run.config.perf,
-            directory=run.config.features.store_dir or folder / "store",
+        run.features = feature_pass.compute(
+            run.model, run.corpus, run.config, run.mesh, folder
         )
         artifacts.save_features(run.features, folder)
         count, width = run.features.values.shape
@@ -201,6 +196,8 @@ def _select(run: Run) -> None:
             )
             run.plan.save(run.folder / "plan")
             entry.detail = _kept(run)
+        if run.features is not None:
+            _judge_features(run)
     with run.ledger.stage("schedule") as entry:
         run.schedule = allocation.allocate(
             run.plan,
@@ -221,6 +218,17 @@ def _select(run: Run) -> None:
     )
     for line in figures.lines():
         progress.say(f"  {line}")
+
+
+def _judge_features(run: Run) -> None:
+    with run.ledger.stage("figures") as entry:
+        found = feature_pass.figures(
+            run.model, run.corpus, run.features, run.clusters, run.config, run.mesh
+        )
+        if jax.process_index() == 0:
+            files.write_json(run.folder / "features" / "figures.json", found)
+        rank = found["diagnostics"]["effective_rank"]
+        entry.detail = f"effective rank {rank:,.1f}: see features/figures.json"
 
 
 def _target_features(run: Run) -> datatypes.GradientFeatures | None:
