@@ -582,7 +582,7 @@ def _to_config_dict(value: Any) -> ml_collections.ConfigDict:
         if dataclasses.is_dataclass(item):
             result[field.name] = _to_config_dict(item)
         elif item is None:
-            holder = ml_collections.config_dict.placeholder(_bare(kinds[field.name]))
+            holder = ml_collections.config_dict.placeholder(_bare(kinds[field.name]))  # pyright: ignore[reportAttributeAccessIssue]
             result[field.name] = holder
         else:
             result[field.name] = item

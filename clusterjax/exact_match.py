@@ -43,7 +43,7 @@ def measure(
     with progress.track("answers", len(chosen), "prompts") as advance:
         for begin in range(0, len(chosen), _BATCH):
             rows = by_length[begin : begin + _BATCH]
-            ids = [chosen[row] for row in rows]
+            ids = [int(chosen[row]) for row in rows]
             right[rows] = _are_right(model, corpus, ids, tokenizer, cfg, row_sharding)
             advance(len(rows))
     source = corpus.source_id[chosen]

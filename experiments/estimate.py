@@ -216,4 +216,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__)
+    command_line.run(main, __doc__)  # pyright: ignore[reportArgumentType]

@@ -54,8 +54,8 @@ class Run:
     model: Any = None
     corpus: datatypes.Corpus = dataclasses.field(init=False)
     eval_corpus: datatypes.Corpus | None = None
-    features: datatypes.GradientFeatures | None = None
-    clusters: datatypes.Clustering | None = None
+    features: Any = None
+    clusters: Any = None
     plan: Any = None
     schedule: Any = None
     result: Any = None

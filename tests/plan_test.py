@@ -77,7 +77,7 @@ def test_damage_is_seen(tmp_path):
 def test_an_edited_manifest_or_another_format_is_refused(tmp_path):
     planning_cases.plan([30, 20]).save(tmp_path)
     manifest = files.read_json(tmp_path / "plan.json")
-    share = [0.5.hex()] * 2
+    share = [(0.5).hex()] * 2
     files.write_json(tmp_path / "plan.json", manifest | {"cluster_share_hex": share})
     with pytest.raises(errors.PlanError, match="edited"):
         selection.SelectionPlan.load(tmp_path)

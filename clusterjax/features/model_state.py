@@ -37,12 +37,12 @@ class Params(NamedTuple):
         }
         for name, pair in (self.factors or {}).items():
             result.update({("lora", name, side): pair[side] for side in pair})
-        return result
+        return result  # pyright: ignore[reportReturnType]
 
     def replace(self, changes: Mapping[tuple[str, ...], jax.Array]) -> Params:
         """The same with other arrays at some paths."""
         base = [
-            (path, variable.replace(changes[path]) if path in changes else variable)
+            (path, variable.replace(changes[path]) if path in changes else variable)  # pyright: ignore[reportArgumentType]
             for path, variable in nnx.to_flat_state(self.base)
         ]
         factors = self.factors and {

@@ -71,12 +71,12 @@ def load(
         mesh_lib.check_heads(config.num_heads, config.num_kv_heads, mesh)
         table = parameters.table(config)
         shardings = mesh_lib.parameter_shardings(
-            parameters.dimension_names(config),
-            {item_path: item.shape for item_path, item in table.items()},
+            parameters.dimension_names(config),  # pyright: ignore[reportArgumentType]
+            {item_path: item.shape for item_path, item in table.items()},  # pyright: ignore[reportArgumentType]
             mesh,
             allow_replication,
         )
-    return tokenizer, _load(folder, config, shardings, mesh)
+    return tokenizer, _load(folder, config, shardings, mesh)  # pyright: ignore[reportArgumentType]
 
 
 def save(
@@ -175,7 +175,7 @@ def assemble(
     abstract = nnx.eval_shape(lambda: decoder.Decoder(config, nnx.Rngs(0), mesh))
     graph, state = nnx.split(abstract, nnx.Param)
     filled = [
-        (path, variable.replace(arrays[path]))
+        (path, variable.replace(arrays[path]))  # pyright: ignore[reportArgumentType]
         for path, variable in nnx.to_flat_state(state)
     ]
     return nnx.merge(graph, nnx.from_flat_state(filled))
@@ -270,7 +270,7 @@ def write_tensors(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None
         # The library makes files that only their owner can read.
         os.chmod(partial, 0o644)
 
-    files.write_with(path, write)
+    files.write_with(path, write)  # pyright: ignore[reportArgumentType]
 
 
 @contextlib.contextmanager
@@ -378,7 +378,7 @@ def _read(
 
     if sharding is None:
         return jnp.asarray(shard((slice(None),) * len(item.shape)))
-    return jax.make_array_from_callback(item.shape, sharding, shard)
+    return jax.make_array_from_callback(item.shape, sharding, shard)  # pyright: ignore[reportArgumentType]
 
 
 def _slice(

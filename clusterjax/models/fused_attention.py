@@ -66,7 +66,7 @@ def splash(
         ids = kernel_lib.SegmentIds(segment_ids_T, segment_ids_T)
         # The kernel does not scale.
         q_HTD = q_HTD * np.asarray(q_HTD.shape[-1] ** -0.5, q_HTD.dtype)
-        return kernel(q_HTD, k_HTD, v_HTD, segment_ids=ids).swapaxes(0, 1)
+        return kernel(q_HTD, k_HTD, v_HTD, segment_ids=ids).swapaxes(0, 1)  # pyright: ignore[reportAttributeAccessIssue]
 
     return jax.vmap(one_row)(q, k, v, segment_ids_BT)[:, :length]
 
@@ -99,7 +99,7 @@ def triton(
         causal=True,
         interpret=interpret,
     )
-    return mixed[:, :length]
+    return mixed[:, :length]  # pyright: ignore[reportIndexIssue]
 
 
 def _pad_length(x: jax.Array) -> jax.Array:

@@ -21,10 +21,14 @@ def sklearn(values, clusters, seed, starts, iterations):
     from sklearn import cluster
 
     if starts is None:
-        model = cluster.KMeans(clusters, n_init=10, random_state=seed)
+        model = cluster.KMeans(clusters, n_init=10, random_state=seed)  # pyright: ignore[reportArgumentType]
     else:
         model = cluster.KMeans(
-            clusters, init=starts, n_init=1, max_iter=iterations, tol=0
+            clusters,
+            init=starts,
+            n_init=1,  # pyright: ignore[reportArgumentType]
+            max_iter=iterations,
+            tol=0,  # pyright: ignore[reportArgumentType]
         )
     return lambda: model.fit(values).cluster_centers_
 

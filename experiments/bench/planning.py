@@ -89,7 +89,7 @@ def plan_and_schedule(count: int, epochs: float, batch_size: int) -> None:
     feats, clusters, lengths = made_up(count, 4, np.random.default_rng(0))
     labels = feats.num_labels
     cfg = config.SelectionConfig(keep="all")
-    alloc = config.AllocationConfig(batch_size=batch_size, num_epochs=epochs)
+    alloc = config.AllocationConfig(batch_size=batch_size, num_epochs=epochs)  # pyright: ignore[reportArgumentType]
     with timed(f"plan and schedule of {count:,}, {epochs:g} epochs, {_SHARDS} shards"):
         with timed("  select"):
             plan = selection.select(clusters, feats, cfg)
@@ -126,7 +126,7 @@ def _far_look_up(
     """A look-up at step one million of a long run, cold and warm."""
     plan = selection.select(clusters, feats, config.SelectionConfig())
     epochs = float(-(-1_100_000 * 32 // plan.num_kept))
-    cfg = config.AllocationConfig(batch_size=32, num_epochs=epochs)
+    cfg = config.AllocationConfig(batch_size=32, num_epochs=epochs)  # pyright: ignore[reportArgumentType]
     schedule = allocation.allocate(plan, lengths, labels, cfg)
     with timed(f"resume at step 1,000,000 of {schedule.num_steps:,}"):
         schedule.step(1_000_000)
@@ -162,7 +162,7 @@ def herded(count: int, pool: int) -> None:
         ("herded, exact greedy", "herded", 0),
         (f"herded, pool {pool}", "herded", pool),
     ]:
-        cfg = config.AllocationConfig(batch_size=64, order=order, herding_pool=size)
+        cfg = config.AllocationConfig(batch_size=64, order=order, herding_pool=size)  # pyright: ignore[reportArgumentType]
         found = noise(plan, feats, feats.num_labels, cfg)
         print(f"noise at 2,000 examples, {name}: {found:.3f} of random steps'")
 

@@ -24,7 +24,7 @@ class ClusterjaxPlan(tfds.core.GeneratorBasedBuilder):
     VERSION = tfds.core.Version("1.0.0")
     # TFDS would look for checksums of downloads beside the code; there are none.
     code_path = None  # pyright: ignore[reportAssignmentType]
-    pkg_dir_path = pathlib.Path(__file__).parent
+    pkg_dir_path = pathlib.Path(__file__).parent  # pyright: ignore[reportAssignmentType]
 
     def __init__(self, records: Iterable[dict[str, Any]] = (), **options: Any):
         self._records = records
