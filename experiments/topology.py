@@ -128,6 +128,8 @@ def _tpu_devices(name: str, kind: str, sizes: list[int]) -> Any:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{accelerator}-{cores}")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    # Nothing runs on a TPU here, so that several estimates may be made at once.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     jax.config.update("jax_platforms", "cpu")
     from jax.experimental import topologies
 
