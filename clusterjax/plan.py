@@ -202,7 +202,10 @@ class SelectionPlan:
             name: _read_checked(directory / name, checksum)
             for name, checksum in manifest["checksums"].items()
         }
-        table = pq.read_table(io.BytesIO(parts["plan.parquet"]))
+        # Without threads: Arrow's, at work on a Python object, could end the process
+        # with an abort when it exits right after.
+        source = pa.BufferReader(parts["plan.parquet"])
+        table = pq.ParquetFile(source).read(use_threads=False)
         column = {name: table.column(name).to_numpy() for name in table.column_names}
         order = column.pop("herded_position")[column["copies"] > 0]
         uid = column.pop("uid").astype(str)
