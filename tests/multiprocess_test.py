@@ -46,7 +46,7 @@ def _start(folder, faults=("", ""), seeds=(0, 0), epochs=2):
     return started
 
 
-def _finish(processes, limit=300):
+def _finish(processes, limit=600):
     try:
         said = [process.communicate(timeout=limit)[0] for process in processes]
     finally:
