@@ -34,22 +34,27 @@ def corpus():
     return cases.random_corpus(np.random.default_rng(3), 13, 96, longest=40)
 
 
+class Alone(dict):
+    """kind → features with every example in a batch of its own, made when asked for."""
+
+    def __init__(self, model, corpus):
+        super().__init__()
+        self._model, self._corpus = model, corpus
+
+    def __missing__(self, kind):
+        perf = config.PerfConfig(
+            feature_batch_tokens=1, feature_buckets=1, feature_micro_batch=1
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            # One number of slots, so that one program serves all.
+            patch.setattr(batches, "_slots", lambda labels, positions: positions)
+            found = features.compute(self._model, self._corpus, KINDS[kind], perf=perf)
+        return self.setdefault(kind, found)
+
+
 @pytest.fixture(scope="module")
 def alone(model, corpus):
-    """kind → features with every example in a batch of its own."""
-    perf = config.PerfConfig(
-        feature_batch_tokens=1, feature_buckets=1, feature_micro_batch=1
-    )
-    whole = batches._slots
-    # One number of slots, so that one program serves all.
-    batches._slots = lambda labels, positions: positions
-    try:
-        return {
-            kind: features.compute(model, corpus, cfg, perf=perf)
-            for kind, cfg in KINDS.items()
-        }
-    finally:
-        batches._slots = whole
+    return Alone(model, corpus)
 
 
 @pytest.mark.parametrize("name", cases.GOLDEN_NAMES)
