@@ -60,7 +60,8 @@ def test_a_run_leaves_everything_and_learns(four_devices):
     assert summary["final_eval"]["loss"] < summary["initial_eval"]["loss"]
     assert summary["num_kept"] < summary["num_examples"] <= 160
     stages = [x["stage"] for x in json.loads((folder / "ledger.json").read_text())]
-    assert stages[:5] == ["data", "features", "cluster", "select", "schedule"]
+    first = ["data", "features", "cluster", "select", "figures", "schedule"]
+    assert stages[:6] == first
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
