@@ -25,6 +25,8 @@ mesh_lib.be_patient()
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Starts the backend: a test that simulates four devices must not leave only four.
+assert len(jax.devices()) == 8
 
 
 @pytest.fixture
