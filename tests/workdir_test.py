@@ -51,8 +51,8 @@ def test_keys_that_change_no_result_may_differ(tmp_path):
         perf=config_lib.PerfConfig(prefetch=9),
         mesh=config_lib.MeshConfig(num_simulated_devices=2),
     )
-    with workdir.opened(tmp_path / "run", other):
-        pass
+    with workdir.opened(tmp_path / "run", other) as folder:
+        assert files.read_json(folder / "config.json")["perf"]["prefetch"] == 9
 
 
 def test_two_runs_in_one_folder(tmp_path):
