@@ -123,6 +123,7 @@ class Runner:
             kept_labels=int(run.plan.num_labels[run.plan.copies > 0].sum()),
             steps=int(summary["num_steps"]),
             stages=summary["seconds_by_stage"],
+            processor_stages=summary.get("processor_seconds_by_stage", {}),
             fingerprints=fingerprints,
             heldout=[dataclasses.asdict(point) for point in points.heldout],
             exact_match=_exact_match(summary["final_eval"]),
@@ -167,23 +168,28 @@ def _exact_match(evaluation: dict[str, Any]) -> float | None:
 
 def with_shared_seconds(rows: list[comparison.Row]) -> list[comparison.Row]:
     """Counts the first cost of a shared stage in every run that has the stage."""
-    first: dict[tuple[str, str], float] = {}
-    for row in rows:
-        for stage, mark in row.fingerprints.items():
-            seconds = row.stages.get(stage, 0.0)
-            first[stage, mark] = max(first.get((stage, mark), 0.0), seconds)
-    return [
-        dataclasses.replace(
-            row,
-            stages={
-                stage: max(
-                    seconds, first.get((stage, row.fingerprints.get(stage, "")), 0)
-                )
-                for stage, seconds in row.stages.items()
-            },
-        )
-        for row in rows
-    ]
+    for clock in ("stages", "processor_stages"):
+        first: dict[tuple[str, str], float] = {}
+        for row in rows:
+            for stage, seconds in getattr(row, clock).items():
+                key = stage, row.fingerprints.get(stage, "")
+                first[key] = max(first.get(key, 0.0), seconds)
+        rows = [
+            dataclasses.replace(row, **{clock: _at_first_cost(row, clock, first)})
+            for row in rows
+        ]
+    return rows
+
+
+def _at_first_cost(
+    row: comparison.Row, clock: str, first: dict[tuple[str, str], float]
+) -> dict[str, float]:
+    return {
+        stage: first[stage, row.fingerprints[stage]]
+        if stage in row.fingerprints
+        else seconds
+        for stage, seconds in getattr(row, clock).items()
+    }
 
 
 def main() -> int:

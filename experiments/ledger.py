@@ -1,4 +1,4 @@
-"""Seconds by stage, selection included, kept over restarts."""
+"""Wall and processor seconds by stage, selection included, kept over restarts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,20 @@ from clusterjax import files, progress
 
 @dataclasses.dataclass
 class Entry:
-    """One stage: `seconds` of all starts together, `detail` for people."""
+    """One stage, all starts together.
+
+    Attributes:
+      stage: its name.
+      seconds: by the clock on the wall.
+      detail: for people.
+      processor_seconds: of all threads of the first process; what a shared machine's
+        other work does not change.
+    """
 
     stage: str
     seconds: float
     detail: str = ""
+    processor_seconds: float = 0.0
 
 
 class Ledger:
@@ -40,19 +49,23 @@ class Ledger:
     def stage(self, name: str) -> Iterator[Entry]:
         """Times a stage, prints its line and adds it to what it took before."""
         entry = Entry(name, 0.0)
-        begin = time.monotonic()
+        begin, busy = time.monotonic(), time.process_time()
         try:
             yield entry
         finally:  # the seconds of a stage that failed were spent all the same
-            self.add(name, time.monotonic() - begin, entry.detail)
+            seconds, spent = time.monotonic() - begin, time.process_time() - busy
+            self.add(name, seconds, entry.detail, spent)
 
-    def add(self, name: str, seconds: float, detail: str = "") -> None:
+    def add(
+        self, name: str, seconds: float, detail: str = "", processor_seconds: float = 0
+    ) -> None:
         """Adds seconds to a stage; a later detail replaces an earlier one."""
         found = next((e for e in self.entries if e.stage == name), None)
         if found is None:
             found = Entry(name, 0.0)
             self.entries.append(found)
         found.seconds += seconds
+        found.processor_seconds += processor_seconds
         found.detail = detail or found.detail
         if jax.process_index() == 0:
             files.write_json(self._path, [dataclasses.asdict(e) for e in self.entries])

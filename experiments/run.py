@@ -303,6 +303,10 @@ def _summarise(run: Run) -> dict[str, Any]:
         "final_eval": last,
         "seconds_by_stage": seconds,
         "seconds_total": round(run.ledger.total, 3),
+        "processor_seconds_by_stage": {
+            entry.stage: round(entry.processor_seconds, 3)
+            for entry in run.ledger.entries
+        },
         "train_seconds_by_part": run.result.seconds,
         "config_fingerprint": config_lib.fingerprint(run.config),
         "plan_fingerprint": run.plan.fingerprint,
