@@ -41,6 +41,7 @@ def get_config() -> grid.Comparison:
         },
         seeds=(0, 1, 2, 3, 4),
         budget_of="paper",
-        finished=("runs/quickstart",),
+        # For the mechanism during training: experiments.mechanism reads them.
+        shared={"train.checkpoint_every": 20, "train.keep_checkpoints": 20},
         mechanism=True,
     )

@@ -6,7 +6,8 @@
 Every run has its own folder and process. A second start goes on where the first one
 stopped; finished runs are not repeated. Writes results.json, table.md and compare.html.
 Total times include the selection, also where a run could reuse what another one had
-computed already.
+computed already. Compiled programs are kept for the next run, as a second run on any
+machine would find them.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class Runner:
             *grid.arguments(trial),
             f"--config.data.cache_dir={self.workdir / 'shared' / 'corpora'}",
             f"--config.features.store_dir={self.workdir / 'shared' / 'features'}",
+            f"--config.perf.compilation_cache={self.workdir / 'shared' / 'programs'}",
         ]
 
     def _row(self, trial: grid.Trial, folder: pathlib.Path) -> comparison.Row:

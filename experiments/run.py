@@ -33,7 +33,15 @@ from clusterjax import (
 from clusterjax import config as config_lib
 from clusterjax import mesh as mesh_lib
 from clusterjax import plan as plans
-from experiments import artifacts, command_line, feature_pass, renewal, report, workdir
+from experiments import (
+    artifacts,
+    command_line,
+    feature_pass,
+    renewal,
+    report,
+    saved_run,
+    workdir,
+)
 from experiments import ledger as ledger_lib
 from experiments.report import record as record_lib
 
@@ -346,6 +354,7 @@ def _record(run: Run) -> report.RunRecord:
         summary=run.summary,
         environment=files.read_json(run.folder / "environment.json"),
         data_report=files.read_json(run.folder / "data" / "report.json"),
+        feature_figures=saved_run.read_json(run.folder / "features" / "figures.json"),
     )
 
 

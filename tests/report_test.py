@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import synthetic_run
 
+from clusterjax import datatypes, features
 from experiments import history, report
 from experiments.report import checks, curves, feature_map, projections, schedule, style
 
@@ -64,7 +65,8 @@ def _parse(text):
 def test_every_panel_is_there_and_nothing_comes_from_outside(page):
     parser = _parse(page)
     assert parser.sections == [
-        "loss", "map", "clusters", "contents", "schedule", "time", "data", "config",
+        "loss", "map", "features", "clusters", "contents", "schedule", "time", "data",
+        "config",
     ]  # fmt: skip
     assert all(reference.startswith("#") for reference in parser.references)
     assert "url(http" not in page and "@import" not in page
@@ -94,6 +96,45 @@ def test_three_thousand_points_stay_below_six_megabytes(tmp_path):
     big = synthetic_run.record(synthetic_run.saved(num_examples=3500))
     report.write(big, tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size < 6e6
+
+
+def test_feature_figures_are_shown(record, tmp_path):
+    feats = record.feats
+    odd = int(np.argmax(feats.norm))
+    norm = feats.norm.copy()
+    norm[odd] = 1e9
+    dropped = datatypes.Reject("json", 7, "zero_feature", "norm below 1e-12", "r7")
+    feats = dataclasses.replace(feats, norm=norm, rejects=(dropped,))
+    figures = {
+        "agreement": {
+            "sample": 40, "cosine": 0.912, "pair_correlation": 0.834,
+            "rand_index": 0.715, "kept_overlap": 0.623,
+        },
+        "worth": {
+            "sample": 50, "cosine_correlation": -0.187, "noise_ratio": 0.764,
+            "sketch_seed": 1,
+        },
+    }  # fmt: skip
+    changed = dataclasses.replace(record, feats=feats, feature_figures=figures)
+    report.write(changed, tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    part = text.split('<section id="features">')[1].split("</section>")[0]
+    shown = " ".join("".join(_parse(part).text).split())
+    for number in ("0.912", "0.834", "0.715", "0.623", "−0.187", "0.764"):
+        assert number in shown
+    assert feats.uid[odd] in shown and "1e+09" in shown
+    assert "zero_feature" in shown and "norm below 1e-12" in shown
+    found = features.diagnose(feats)
+    assert f"Effective rank {found.effective_rank:,.1f} of at most 24" in shown
+    for name, item in found.sources.items():
+        assert name in shown and f"{item.inside:.3f}".replace("-", "−") in shown
+    # What the run has kept is shown, not measured again.
+    kept = dataclasses.asdict(found) | {"effective_rank": 7.25}
+    report.write(
+        dataclasses.replace(changed, feature_figures={"diagnostics": kept}),
+        tmp_path / "kept.html",
+    )
+    assert "Effective rank 7.2 of" in (tmp_path / "kept.html").read_text("utf-8")
 
 
 def test_summary_numbers(record, page):

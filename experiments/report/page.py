@@ -13,6 +13,7 @@ from experiments.report import (
     checks,
     clusters,
     curves,
+    feature_figures,
     feature_map,
     ledger,
     schedule,
@@ -70,6 +71,7 @@ def write(record: record_lib.RunRecord, path: epath.PathLike) -> None:
     _add_result(page, record)
     if record.feats is not None:
         _add_map(page, record)
+        _add_features(page, record)
     if record.clusters is not None and record.feats is not None:
         _add_clusters(page, record)
     if record.schedule is not None:
@@ -137,6 +139,19 @@ def _add_map(page: Page, record: record_lib.RunRecord) -> None:
         + page.figure("map", figure)
         + '<div id="picked" aria-live="polite"><p>Click a point to read the example'
         " here.</p></div>",
+    )
+
+
+def _add_features(page: Page, record: record_lib.RunRecord) -> None:
+    found = feature_figures.diagnostics(record)
+    plot = feature_figures.figure(record, found)
+    page.add(
+        "features",
+        "Gradient features in figures",
+        "Lengths before scaling to unit length, what was dropped, how alike the"
+        " features are, and how well they stand for the whole model's gradient where"
+        " that was measured.",
+        page.figure("norms", plot) + feature_figures.panel(record, found),
     )
 
 
@@ -250,4 +265,5 @@ def _header(page: Page, record: record_lib.RunRecord) -> str:
 
 def _short_titles(page: Page) -> list[tuple[str, str]]:
     short = {"contents": "Contents", "schedule": "Schedule", "map": "Map"}
+    short["features"] = "Features"
     return [(name, short.get(name, title)) for name, title, _ in page.sections]

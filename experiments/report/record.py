@@ -50,6 +50,7 @@ class RunRecord:
       summary: contents of `summary.json`.
       environment: contents of `environment.json`.
       data_report: contents of `data/report.json`.
+      feature_figures: contents of `features/figures.json`.
     """
 
     config: config.Config
@@ -65,6 +66,7 @@ class RunRecord:
     summary: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     data_report: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    feature_figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def texts(self, i: int) -> tuple[str, str]:
         """(prompt, answer) of example i: its unlabelled and its labelled tokens."""
@@ -120,4 +122,5 @@ def read(workdir: epath.PathLike) -> RunRecord:
         summary=saved_run.read_json(folder / "summary.json"),
         environment=saved_run.read_json(folder / "environment.json"),
         data_report=saved_run.read_json(folder / "data" / "report.json"),
+        feature_figures=saved_run.read_json(folder / "features" / "figures.json"),
     )
