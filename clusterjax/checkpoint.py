@@ -192,6 +192,28 @@ class Store:
         self._manager = self._open()
 
 
+def read_params(directory: epath.PathLike, step: int) -> dict[str, np.ndarray]:
+    """Parameters of one checkpoint on the host: dotted path → array.
+
+    Args:
+      directory: of the checkpoints.
+      step: of the checkpoint.
+
+    Raises:
+      errors.CheckpointError: there is none, or it can't be read.
+    """
+    folder = files.absolute(directory) / str(step) / "state"
+    if not folder.exists():
+        raise errors.CheckpointError(f"{directory} has no checkpoint of step {step}")
+    reader = ocp.PyTreeCheckpointer()
+    try:
+        tree = reader.metadata(folder).item_metadata.tree
+        host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        return reader.restore(folder, restore_args=host)["params"]
+    except Exception as error:  # Orbax raises many kinds for damaged files
+        raise errors.CheckpointError(f"{folder} can't be read: {error}") from error
+
+
 def _name_unfinished(directory: epath.Path) -> None:
     for item in sorted(directory.iterdir()):
         if "orbax-checkpoint-tmp" in item.name:

@@ -113,7 +113,7 @@ class Runner:
             stage: _result_fingerprint(run.config, *groups)
             for stage, groups in SHARED_STAGES.items()
         }
-        figures = mechanism.figures(run) if self.comparison.mechanism else {}
+        found = mechanism.figures(run) if self.comparison.mechanism else {}
         return comparison.Row(
             method=trial.method,
             seed=trial.seed,
@@ -131,7 +131,7 @@ class Runner:
             exact_match=_exact_match(summary["final_eval"]),
             coverage=mechanism.kept_coverage(run),
             purity=mechanism.cluster_purity(run),
-            mechanism=figures,
+            mechanism=found,
         )
 
 

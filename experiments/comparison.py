@@ -31,7 +31,7 @@ class Row:
       exact_match: share of answers that were exactly right, or None.
       coverage: share of ground-truth groups in the kept set, or None.
       purity: of the clusters by ground-truth group, or None.
-      mechanism: `mechanism.figures`, or {}.
+      mechanism: `mechanism.figures`, step → figures, or {}.
     """
 
     method: str
@@ -225,27 +225,36 @@ def used_columns(rows: Sequence[Sequence[str]]) -> list[int]:
 
 MECHANISM_HEADS = (
     "method",
-    "moment",
+    "step",
     "step noise / random steps",
     "/ random order, same set",
     "error of the mean gradient",
     "of random subsets",
+    "cosine with the start",
+    "noise of a plan renewed here",
+)
+_MECHANISM: tuple[Callable[[Mapping[str, Any]], float | None], ...] = (
+    lambda found: found["noise"],
+    lambda found: found["order_noise"],
+    lambda found: found["mean_error"],
+    lambda found: found["mean_error_random"],
+    lambda found: found.get("cosine"),
+    lambda found: found.get("renewed", {}).get("noise"),
 )
 
 
 def mechanism_table(result: Comparison) -> list[tuple[str, ...]]:
-    """Rows for the start and the end of training of every method measured."""
-    names = ("noise", "order_noise", "mean_error", "mean_error_random")
+    """Rows for the moments at which every method was measured, in order."""
     rows = []
     for group in result.groups:
-        for moment in ("start", "end"):
+        moments = {moment for row in group.rows for moment in row.mechanism}
+        for moment in sorted(moments, key=int):
             found = [r.mechanism[moment] for r in group.rows if moment in r.mechanism]
-            if found:
-                figures = [
-                    intervals.interval([f[name] for f in found]) for name in names
-                ]
-                texts = (figure.text(3) for figure in figures)
-                rows.append((group.title, moment, *texts))
+            texts = []
+            for value in _MECHANISM:
+                values = [v for figures in found if (v := value(figures)) is not None]
+                texts.append(intervals.interval(values).text(3))
+            rows.append((group.title, moment, *texts))
     return rows
 
 
@@ -256,9 +265,10 @@ def _mechanism_markdown(result: Comparison) -> str:
     lines = [
         "",
         "| " + " | ".join(MECHANISM_HEADS) + " |",
-        "|---|---|---:|---:|---:|---:|",
+        "|---|" + "---:|" * (len(MECHANISM_HEADS) - 1),
         *("| " + " | ".join(row) + " |" for row in rows),
         "",
-        "Measured on a whole-model sketch whose projections are not those that chose.",
+        "Measured on a whole-model sketch of the model at that step, whose projections"
+        " are not those that chose.",
     ]
     return "\n".join(lines) + "\n"

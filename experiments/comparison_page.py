@@ -52,7 +52,7 @@ def write(result: comparison.Comparison, path: epath.PathLike, title: str) -> No
             "mechanism",
             "Mechanism",
             "On a whole-model sketch whose projections are not those that chose.",
-            style.table(comparison.MECHANISM_HEADS, found, numeric=range(2, 6)),
+            style.table(comparison.MECHANISM_HEADS, found, numeric=range(1, 8)),
         )
     page.add("runs", "Runs", "Each can be made again by its command.", _runs(result))
     header = f'<header><div><div class="top"><h1>{style.escape(title)}</h1></div></div>'

@@ -1,19 +1,48 @@
-"""The measures of `measures.py` for a saved run: sketches, coverage, purity."""
+"""How noisy a run's steps are, at its start and at every checkpoint it kept.
+
+    python -m experiments.mechanism runs/a [--steps 20,60] [--renew]
+
+Measured on whole-model sketches whose projections are not those that chose. At every
+checkpoint the gradients are sketched anew: how much of the plan's worth is left, how
+far the gradients have turned, and, with `--renew`, what a plan made anew from that
+moment's features would bring. Writes `mechanism.json` into the run folder, where
+`experiments.compare` finds it. Checkpoints stay with `train.keep_checkpoints`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import sys
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 from etils import epath
 
-from clusterjax import config, datatypes, features, models
-from experiments import artifacts, measures, saved_run
+from clusterjax import (
+    allocation,
+    checkpoint,
+    clustering,
+    config,
+    datatypes,
+    errors,
+    features,
+    files,
+    models,
+    progress,
+    selection,
+    step,
+    subset,
+)
+from clusterjax import mesh as mesh_lib
+from experiments import artifacts, feature_pass, measures, saved_run
 
-# Added to the seed of the features that chose, so the measuring sketch is another one.
-SEED_STEP = 104_729
-SKETCH = config.FeaturesConfig(kind="probe", k_in=16, k_out=16, dim=4096)
+# Far from the seeds that choose, which are small: the measuring sketch is another one.
+SEED = 104_729
+SKETCH = config.FeaturesConfig(kind="probe", k_in=16, k_out=16, dim=4096, seed=SEED)
+FILE = "mechanism.json"
 
 
 def kept_coverage(run: saved_run.SavedRun) -> float | None:
@@ -35,52 +64,154 @@ def cluster_purity(run: saved_run.SavedRun) -> float | None:
     return measures.purity(plan.candidate_cluster, run.corpus.group[plan.candidate_id])
 
 
-def figures(run: saved_run.SavedRun) -> dict[str, Any]:
-    """Mechanism at the start and at the end of training, and how stale features grow.
+def figures(run: saved_run.SavedRun) -> dict[str, dict[str, Any]]:
+    """Step (as text) → figures, at the start and wherever they were measured before.
 
     The sketch of the starting model is shared by all runs beside this one.
     """
-    assert run.schedule is not None
-    seed = run.config.features.seed + run.config.seed + SEED_STEP
-    settings = dataclasses.replace(SKETCH, seed=seed)
-    start = _sketch(run, run.config.model.path, settings, run.folder.parent)
-    chosen_by = run.config.features.kind, run.config.features.seed + run.config.seed
-    result: dict[str, Any] = {"start": _measure(run, start, settings, chosen_by)}
-    if (run.folder / "model").exists():
-        end = _sketch(run, str(run.folder / "model"), settings, run.folder)
-        result["end"] = _measure(run, end, settings, chosen_by)
-        result["cosine_start_end"] = measures.staleness(start, end)
-    return result
+    found = {"0": dataclasses.asdict(_measure(run, _start(run), run.schedule))}
+    if (run.folder / FILE).exists():
+        found |= files.read_json(run.folder / FILE)
+    return found
+
+
+def during(
+    run: saved_run.SavedRun, steps: list[int], renew: bool
+) -> dict[str, dict[str, Any]]:
+    """Figures at checkpoints: `measures.Mechanism`, and what became of the gradients.
+
+    Args:
+      run: a finished run with checkpoints.
+      steps: checkpoints to look at.
+      renew: whether a plan is made anew at each of them, and measured beside.
+
+    Returns:
+      Step → fields of `measures.Mechanism`, `cosine` of each example's gradient with
+      that at the start (mean), and with `renew` `renewed`: the figures of the new plan.
+    """
+    start, found = _start(run), {}
+    for done in steps:
+        model = _at(run, done)
+        sketch = _sketch(run, lambda model=model: model, run.folder, f"{done}")
+        figures = dataclasses.asdict(_measure(run, sketch, run.schedule))
+        figures["cosine"] = measures.staleness(start, sketch)
+        if renew:
+            planned = _measure(run, sketch, _replanned(run, model))
+            figures["renewed"] = dataclasses.asdict(planned)
+        found[f"{done}"] = figures
+        progress.say(f"  step {done}: noise {figures['noise']:.3f}")
+    return found
+
+
+def checkpoint_steps(run: saved_run.SavedRun) -> list[int]:
+    """Steps of the checkpoints that the run kept.
+
+    Raises:
+      errors.WorkdirError: there are none, or the run trained adapters only.
+    """
+    folder = run.folder / "checkpoints"
+    if run.config.model.lora.rank:
+        raise errors.WorkdirError(
+            f"{run.folder} trained adapters (model.lora.rank): the sketches of"
+            " checkpoints are made for full fine-tuning only"
+        )
+    found = [int(p.name) for p in folder.iterdir() if p.name.isdigit()]
+    if not found:
+        raise errors.WorkdirError(
+            f"{folder} holds no checkpoints; keep them with train.checkpoint_every and"
+            " train.keep_checkpoints"
+        )
+    return sorted(found)
 
 
 def _measure(
     run: saved_run.SavedRun,
     sketch: datatypes.GradientFeatures,
-    settings: config.FeaturesConfig,
-    chosen_by: tuple[str, int],
-) -> dict[str, Any]:
-    assert run.schedule is not None
-    found = measures.mechanism(
+    schedule: allocation.Schedule | None,
+) -> measures.Mechanism:
+    assert schedule is not None
+    return measures.mechanism(
         sketch,
-        run.schedule,
-        sketch_seed=settings.seed,
-        chosen_by=chosen_by,
+        schedule,
+        sketch_seed=SKETCH.seed,
+        chosen_by=(run.config.features.kind, run.config.features.seed),
         rng=np.random.default_rng(run.config.seed),
     )
-    return dataclasses.asdict(found)
+
+
+def _start(run: saved_run.SavedRun) -> datatypes.GradientFeatures:
+    path = run.config.model.path
+    return _sketch(run, lambda: models.load(path)[1], run.folder.parent, "start")
+
+
+def _at(run: saved_run.SavedRun, done: int) -> Any:
+    """The run's model with the parameters of a checkpoint."""
+    _, model = models.load(run.config.model.path)
+    template, _ = step.split(model)
+    params = checkpoint.read_params(run.folder / "checkpoints", done)
+    return template.merge(params, {})[0]
 
 
 def _sketch(
-    run: saved_run.SavedRun,
-    model_path: str,
-    settings: config.FeaturesConfig,
-    parent: epath.Path,
+    run: saved_run.SavedRun, load: Callable[[], Any], parent: epath.Path, name: str
 ) -> datatypes.GradientFeatures:
     """Whole-model sketches of all examples, kept on disk."""
-    mark = config.fingerprint(settings) + run.corpus.fingerprint[:8]
-    folder = parent / f"sketch-{mark}"
+    mark = config.fingerprint(SKETCH) + run.corpus.fingerprint[:8]
+    folder = parent / f"sketch-{name}-{mark}"
     if not (folder / "features.npz").exists():
-        _, model = models.load(model_path)
-        made = features.compute(model, run.corpus, settings, perf=run.config.perf)
+        made = features.compute(load(), run.corpus, SKETCH, perf=run.config.perf)
         artifacts.save_features(made, folder)
     return artifacts.load_features(folder)
+
+
+def _replanned(run: saved_run.SavedRun, model: Any) -> allocation.Schedule:
+    """The schedule that the run's settings give with this model's features."""
+    cfg, seed = run.config, run.config.seed
+    mesh = mesh_lib.build(config.MeshConfig())
+    feats = feature_pass.compute(model, run.corpus, cfg, mesh, run.folder / "replanned")
+    key = jax.random.key(seed + cfg.clustering.seed)
+    clusters = clustering.fit(feats, cfg.clustering, mesh, key, perf=cfg.perf)
+    settings = dataclasses.replace(cfg.selection, seed=seed + cfg.selection.seed)
+    plan = selection.select(
+        clusters, feats, settings, corpus=run.corpus, subset_rules=subset
+    )
+    return allocation.allocate(
+        plan,
+        run.corpus.lengths,
+        run.corpus.num_labels,
+        dataclasses.replace(cfg.allocation, seed=seed + cfg.allocation.seed),
+        feats=feats,
+        herd=subset.herded_order,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("workdir", help="folder of a finished run")
+    parser.add_argument("--steps", help="checkpoints; default: all that it kept")
+    parser.add_argument(
+        "--renew", action="store_true", help="measure plans made anew as well"
+    )
+    options = parser.parse_args()
+    try:
+        run = saved_run.load(options.workdir)
+        kept = checkpoint_steps(run)
+        steps = list(map(int, options.steps.split(","))) if options.steps else kept
+        if missing := sorted(set(steps) - set(kept)):
+            raise errors.WorkdirError(
+                f"{options.workdir} kept no checkpoint of step {missing[0]}; it has"
+                f" {', '.join(map(str, kept))}"
+            )
+        found = during(run, steps, options.renew)
+    except errors.UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    files.write_json(run.folder / FILE, found)
+    print(f"Written: {run.folder / FILE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -50,6 +50,14 @@ def test_restores_on_another_mesh(make_mesh, tmp_path):
     store.close()
 
 
+def test_parameters_alone_without_knowing_the_mesh(make_mesh, tmp_path):
+    _saved(tmp_path, make_mesh(2, 2), (3,)).close()
+    found = checkpoint.read_params(tmp_path, 3)
+    np.testing.assert_array_equal(found["w"], _state(make_mesh(1), 3).params["w"])
+    with pytest.raises(errors.CheckpointError, match="no checkpoint of step 2"):
+        checkpoint.read_params(tmp_path, 2)
+
+
 def test_keeps_the_newest_and_the_best(make_mesh, tmp_path):
     mesh = make_mesh(1)
     store = checkpoint.Store(tmp_path, keep=2, keep_best=True)

@@ -187,7 +187,7 @@ def result():
                 stages={"data": 4.0, "features": 6.0, "cluster": 1.0, "select": 0.5,
                         "train": 20.0},
                 coverage=0.9, purity=0.75,
-                mechanism={"start": dataclasses.asdict(
+                mechanism={"0": dataclasses.asdict(
                     measures.Mechanism(0.7, 0.8, 0.1, 0.2, 5))},
             ),
         ]  # fmt: skip
@@ -212,7 +212,7 @@ def test_table_by_hand(result):
     )
     text = comparison.markdown(result)
     assert "exact match" not in text and "paired by seed" in text
-    assert "| cluster <b> | start | 0.700 ± 0.000 | 0.800" in text
+    assert "| cluster <b> | 0 | 0.700 ± 0.000 | 0.800" in text
 
 
 def test_page_is_self_contained_and_escaped(result, tmp_path):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from clusterjax import config as config_lib
-from clusterjax import errors
+from clusterjax import errors, features
+from experiments import measures, mechanism, saved_run
 from experiments import run as run_lib
 
 
@@ -91,6 +92,28 @@ def test_a_second_start_repeats_nothing(four_devices):
     seconds = {e.stage: e.seconds for e in again.ledger.entries}
     first = {e.stage: e.seconds for e in four_devices.ledger.entries}
     assert seconds["features"] == first["features"]
+
+
+def test_mechanism_is_measured_at_a_checkpoint(four_devices, monkeypatch, tmp_path):
+    small = dataclasses.replace(mechanism.SKETCH, k_in=4, k_out=4, dim=64)
+    monkeypatch.setattr(mechanism, "SKETCH", small)
+    run = saved_run.load(four_devices.folder)
+    (last,) = mechanism.checkpoint_steps(run)
+    assert last == four_devices.schedule.num_steps
+    found = mechanism.during(run, [last], renew=True)[f"{last}"]
+    assert 0 < found["cosine"] < 0.99  # the gradients have turned
+    # The same figures, from the trained model itself.
+    sketch = features.compute(four_devices.result.model, run.corpus, small)
+    expected = measures.mechanism(
+        sketch,
+        four_devices.schedule,
+        sketch_seed=small.seed,
+        chosen_by=("proxy", 0),
+        rng=np.random.default_rng(0),
+    )
+    for name, value in dataclasses.asdict(expected).items():
+        assert found[name] == pytest.approx(value, rel=1e-4), name
+    assert found["renewed"]["noise"] != found["noise"]
 
 
 @pytest.mark.parametrize("method", ["full", "random"])
