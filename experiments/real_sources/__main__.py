@@ -21,6 +21,7 @@ import sys
 
 from clusterjax import errors
 from clusterjax.data import tokenizer as tokenizer_lib
+from clusterjax.models import checkpoints
 from experiments.real_sources import build, catalogue
 
 
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         help="folder of the fetched packages",
     )
     parser.add_argument(
-        "--tokenizer", required=True, help="directory with tokenizer.json"
+        "--tokenizer", required=True, help="model directory, or `builtin`"
     )
     parser.add_argument(
         "--sources",
@@ -78,7 +79,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _write(arguments: argparse.Namespace) -> dict:
     opened = catalogue.open_all(arguments.sources.split(","), arguments.packages)
-    tokenizer = tokenizer_lib.Tokenizer.load(arguments.tokenizer)
+    folder = checkpoints.directory_of(arguments.tokenizer)
+    tokenizer = tokenizer_lib.Tokenizer.load(folder)
     settings = build.Settings(
         num_train=arguments.num_train,
         num_heldout=arguments.num_heldout,
