@@ -56,6 +56,8 @@ class StepInput:
       batch: [A, R·L, T] on the devices (NumPy and own rows only, before `put`).
       tokens: tokens of all examples of the step, over all processes (no padding).
       labels: label tokens of all examples of the step.
+      label_slots: label tokens of a data shard in a micro-step that the loss must have
+        room for. It and the batch's shape decide which compiled step serves.
     """
 
     step: int
@@ -63,14 +65,15 @@ class StepInput:
     batch: datatypes.Batch
     tokens: int
     labels: int
+    label_slots: int
 
 
 class Layout:
     """The rows of every step on one mesh, and the static size of its losses.
 
     Attributes:
-      label_slots: most label tokens of a data shard in a micro-step, in any step of
-        the run, rounded up; so one compiled step serves the whole run.
+      label_slots: label tokens of a data shard in a micro-step that the loss of the
+        usual step has room for; one compiled step serves nearly the whole run.
     """
 
     def __init__(
@@ -89,8 +92,7 @@ class Layout:
         self._first_step = first_step
         self._schedule, self._corpus = schedule, corpus
         self._num_shards = mesh_lib.num_shards(mesh)
-        most = schedule.labels_needed(self._num_shards)
-        self.label_slots = -(-most // _SLOT_STEP) * _SLOT_STEP
+        self.label_slots = _rounded_up(schedule.labels_needed(self._num_shards))
 
     def rows(self, step: int, shards: tuple[int, ...]) -> StepInput:
         """Assembles the rows of `shards`, in NumPy."""
@@ -101,7 +103,12 @@ class Layout:
             batching.fill(self._corpus, placed, shards),
             int(placed.length.sum()),
             int(self._schedule.num_labels[placed.step.entry].sum()),
+            _rounded_up(placed.num_labels),
         )
+
+
+def _rounded_up(num_labels: int) -> int:
+    return -(-num_labels // _SLOT_STEP) * _SLOT_STEP
 
 
 def put(

@@ -97,12 +97,11 @@ class Loop:
         self._part, self._num_steps = part, part.total
         self._rate = optimizer.learning_rate(cfg.optimizer, part.total)
         self._layout = input_lib.Layout(schedule, corpus, mesh, part.start)
-        self._sizes = step_lib.Sizes(self._layout.label_slots, perf.vocab_chunk)
         self._totals = metrics_lib.Totals()
         self._evaluator: evaluate.Evaluator | None = None
         self._groups = diagnostics.GroupLosses(_groups(corpus, schedule), mesh)
-        self._statistics: Any = None
-        self._program: Any = None
+        self._statistics: dict[int, Any] = {}
+        self._programs: dict[tuple[Any, ...], Any] = {}
         self._pending: collections.deque = collections.deque()
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         self._in_flight = perf.steps_in_flight or (1 if on_cpu else 2)
@@ -197,14 +196,13 @@ class Loop:
 
     def _step(self, item: input_lib.StepInput) -> None:
         """Dispatches one step and does what is due after it."""
-        if self._program is None:
-            self._program = self._compile(item.batch)
         done = item.step + 1
-        figures = self._worker_figures(done, item.batch)
+        program = self._program(item)
+        figures = self._worker_figures(item)
         with self._timed("steps"):
             # On CPU, many collective steps in flight may wait for one another for ever.
             finished = self._drain(self._in_flight - 1)
-            self.state, out = self._program(self.state, self.frozen, item.batch)
+            self.state, out = program(self.state, self.frozen, item.batch)
             self._pending.append((item, out, figures))
             # Fetching values of a step that still runs would wait for it; so the host
             # looks at the steps before, while this one runs.
@@ -233,23 +231,37 @@ class Loop:
             return distributed.preemption_notice(done)
         return self.stop_requested.is_set()
 
-    def _compile(self, batch: datatypes.Batch) -> Any:
+    def _program(self, item: input_lib.StepInput) -> Any:
+        """The step compiled for this batch's shape; a long run may have several."""
+        key = item.batch.inputs.shape, item.label_slots
+        if key not in self._programs:
+            if self._programs:
+                progress.say(f"  step {item.step + 1:,} is larger: compiling for it")
+            self._programs[key] = self._compile(item)
+        return self._programs[key]
+
+    def _compile(self, item: input_lib.StepInput) -> Any:
         faults.point("train.compile")
-        step = step_lib.make_step(self.template, self._tx, self.mesh, self._sizes)
+        sizes = self._sizes(item)
+        step = step_lib.make_step(self.template, self._tx, self.mesh, sizes)
         jitted = step_lib.jit(step, self._places, self.mesh)
         with self._timed("compile"):
-            return jitted.lower(self.state, self.frozen, batch).compile()
+            return jitted.lower(self.state, self.frozen, item.batch).compile()
 
-    def _worker_figures(self, done: int, batch: datatypes.Batch) -> dict[str, Any]:
-        if not _is_due(done, self._cfg.statistics_every):
+    def _sizes(self, item: input_lib.StepInput) -> step_lib.Sizes:
+        return step_lib.Sizes(item.label_slots, self._perf.vocab_chunk)
+
+    def _worker_figures(self, item: input_lib.StepInput) -> dict[str, Any]:
+        if not _is_due(item.step + 1, self._cfg.statistics_every):
             return {}
-        if self._statistics is None:
-            self._statistics = diagnostics.make_worker_statistics(
-                self.template, self.mesh, self._sizes
+        slots = item.label_slots
+        if slots not in self._statistics:
+            self._statistics[slots] = diagnostics.make_worker_statistics(
+                self.template, self.mesh, self._sizes(item)
             )
         with self._timed("statistics"):
-            figures = self._statistics(
-                self.state.params, self.frozen, batch, self.state.step
+            figures = self._statistics[slots](
+                self.state.params, self.frozen, item.batch, self.state.step
             )
             return {name: float(value) for name, value in figures.items()}
 

@@ -47,6 +47,7 @@ class Placement:
       num_micro_steps: A.
       num_rows: L.
       row_length: T.
+      num_labels: label tokens of a shard and micro-step that the loss has room for.
     """
 
     step: Step
@@ -60,6 +61,7 @@ class Placement:
     num_micro_steps: int
     num_rows: int
     row_length: int
+    num_labels: int
 
     @property
     def shape(self) -> tuple[int, int, int]:

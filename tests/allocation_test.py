@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import pathlib
 import time
+import tracemalloc
 
 import numpy as np
 import planning_cases
@@ -19,6 +20,7 @@ from clusterjax import (
     subset,
 )
 from clusterjax.allocation import herded, membership, placement, rows, weights
+from clusterjax.allocation import layout as layouts
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "schedule"
 
@@ -413,18 +415,48 @@ def test_sizes_known_ahead_hold_for_every_step(packing):
             most_labels = max(most_labels, int(np.bincount(cell, labels).max()))
         assert (most_rows, most_labels) == (needed, slots)
     with pytest.raises(errors.PlanError, match="too few"):
-        schedule.place(0, 1, 1, num_rows=schedule.layout(1).rows_used[0] - 1)
+        most = schedule.place(0, 1, 1).row.max()
+        schedule.place(0, 1, 1, num_rows=int(most))
 
 
-def test_many_short_epochs_are_sized_quickly():
-    schedule = _schedule([30, 20], batch_size=10, num_epochs=2000.0)
+def test_a_million_steps_start_at_once_and_stay_flat():
+    """CASES 28: the layout of 2,000,000 steps, and places at the start and the end."""
+    schedule = _schedule([300, 200], batch_size=5, num_epochs=20_000.0)
+    assert schedule.num_steps == 2_000_000
+    tracemalloc.start()
     begin = time.process_time()
     layout = schedule.layout(2)
-    assert time.process_time() - begin < 5
-    assert len(layout.rows_used) == schedule.num_steps == 10_000
-    for step in (0, 4999, 9999):
-        placed = schedule.place(step, 2)
-        assert placed.row.max() + 1 <= layout.rows_used[step] <= layout.num_rows
+    for step in (0, 1_000_000, 1_999_999):
+        placed = layout.place(step)
+        assert placed.row.max() < layout.num_rows <= placed.num_rows
+    seconds, (_, peak) = time.process_time() - begin, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert seconds < 15 and peak < 64 * 2**20
+
+
+def test_batches_that_need_more_room_get_it(monkeypatch):
+    """Sized on 64 steps, later blocks need more: few shapes, each step's its own."""
+    monkeypatch.setattr(layouts, "_SIZED", 0)
+    monkeypatch.setattr(layouts, "_SAMPLED", 0)
+    settings = {"batch_size": 7, "num_epochs": 120.0, "row_length": 40}
+    schedule = _schedule([50, 41], **settings)
+    layout = schedule.layout(2, 2)
+    shapes = []
+    for step in range(schedule.num_steps):
+        placed = schedule.place(step, 2, 2)
+        cell = placed.shard * 2 + placed.micro_step
+        labels = np.bincount(cell, schedule.num_labels[placed.step.entry])
+        assert placed.row.max() < placed.num_rows
+        assert labels.max() <= placed.num_labels
+        shapes.append((placed.num_rows, placed.num_labels))
+    usual = (layout.num_rows, layout.num_labels)
+    assert shapes[0] == usual
+    assert 2 <= len(set(shapes)) <= 8 and shapes.count(usual) > len(shapes) / 2
+    # Looked up backwards, as after a resume: the same shapes.
+    again = _schedule([50, 41], **settings)
+    for step in range(schedule.num_steps - 1, 0, -50):
+        placed = again.place(step, 2, 2)
+        assert (placed.num_rows, placed.num_labels) == shapes[step]
 
 
 # Rows.

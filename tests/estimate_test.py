@@ -162,8 +162,9 @@ def _run_program(monkeypatch, tmp_path, mesh, settings):
     kept = []
     original = loop_lib.Loop._compile
 
-    def compile_and_keep(self, batch):
-        kept.append((original(self, batch), batch.inputs.shape, self._sizes.labels))
+    def compile_and_keep(self, item):
+        shape = item.batch.inputs.shape
+        kept.append((original(self, item), shape, item.label_slots))
         return kept[-1][0]
 
     monkeypatch.setattr(loop_lib.Loop, "_compile", compile_and_keep)

@@ -91,7 +91,7 @@ def measure(
     num_micro_steps: int | None = None,
     feats: datatypes.GradientFeatures | None = None,
 ) -> Figures:
-    """Figures of the first epoch of a schedule.
+    """Figures of the first epoch of a schedule; tokens and rows, of its first steps.
 
     Args:
       plan_schedule: the schedule.
@@ -155,8 +155,9 @@ def _rows(
     plan_schedule: schedule.Schedule, placed: layout.Layout
 ) -> tuple[float, float, float, np.ndarray]:
     """(fill of rows in use, share of empty rows, fill, imbalance [S])."""
-    shard_SB, row_SB, _ = placed.epoch(0)
-    members_SB, num_shards = plan_schedule.members(0), placed.num_shards
+    shard_SB, row_SB = placed.first_steps()
+    members_SB = plan_schedule.members(0)[: len(shard_SB)]
+    num_shards = placed.num_shards
     step, slot = np.nonzero(members_SB >= 0)
     length = plan_schedule.length[members_SB[step, slot]]
     cell = step * num_shards + shard_SB[step, slot]

@@ -1,11 +1,13 @@
 """`Layout`: the arrays of all batches on R shards and A micro-steps (METHOD §5).
 
-Nothing here changes a result: it decides shapes, and so speed and memory.
+Nothing here changes a result: it decides shapes, and so speed and memory. A batch's
+shape is a function of its step alone, so that resuming anywhere meets the same shapes.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +19,8 @@ from clusterjax.allocation import placement, rows
 _BLOCK = 64  # steps that are placed together
 _BLOCKS_CACHED = 8
 _SAMPLED = 16_384  # examples on which the row length is chosen
+_SIZED = 131_072  # examples whose steps decide the usual shape
+_GROWTH = 16  # a batch that needs more gets more by multiples of 1/16
 _WIDTHS = 24  # row lengths tried
 _ATTENTION = 2048  # tokens of a row in which attention costs as much as all else
 _MULTIPLE = 8  # of tokens that a row length is a multiple of
@@ -40,17 +44,38 @@ class Membership(Protocol):
     def step(self, step: int) -> steps.Step: ...
 
 
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """Some steps, placed.
+
+    Attributes:
+      shard, row, start: int32 [S, B], −1 = no example; `row` counts inside the shard.
+      rows_S: int64 [S], rows in use on the fullest shard.
+      labels_S: int64 [S], most label tokens on one shard in one micro-step.
+    """
+
+    shard: np.ndarray
+    row: np.ndarray
+    start: np.ndarray
+    rows_S: np.ndarray
+    labels_S: np.ndarray
+
+
 class Layout:
-    """One shape for all batches of a run, and the place of every example in it.
+    """The shape of a run's batches, and the place of every example in them.
+
+    Making it looks at the first steps only, up to 131,072 examples, so that a run of
+    any length starts at once and needs no more memory. In a shorter run all batches
+    have one shape. In a longer one a later batch may need more room; it then has a
+    larger shape of its own, rounded up so that there are few of them.
 
     Attributes:
       num_shards: R.
       num_micro_steps: A.
       row_length: T. The config's; else, packed, the length from that of the longest
         example to twice it that makes the batches smallest.
-      rows_used: int64 [steps of the run], rows in use on the fullest shard.
-      num_rows: L, rows per shard and micro-step that every step fits in.
-      num_labels: most label tokens on one shard in one micro-step.
+      num_rows: L, rows per shard and micro-step of the usual batch.
+      num_labels: most label tokens on one shard in one micro-step of it.
     """
 
     def __init__(self, schedule: Membership, num_shards: int, num_micro_steps: int):
@@ -59,13 +84,11 @@ class Layout:
         self._is_herded = schedule.config.order == "herded"
         self._blocks: collections.OrderedDict = collections.OrderedDict()
         self.row_length = self._choose_row_length()
-        self.rows_used, labels = self._sizes()
-        self.num_rows = -(-int(self.rows_used.max()) // num_micro_steps)
-        self.num_labels = int(labels.max())
+        self.num_rows, self.num_labels = self._usual_sizes()
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(A, R·L, T)."""
+        """(A, R·L, T) of the usual batch."""
         rows = self.num_shards * self.num_rows
         return self.num_micro_steps, rows, self.row_length
 
@@ -74,18 +97,22 @@ class Layout:
 
         Args:
           step: optimiser step.
-          num_rows: rows per shard and micro-step, instead of `self.num_rows`.
+          num_rows: rows per shard and micro-step, instead of those it needs.
 
         Raises:
           errors.PlanError: the step does not fit in `num_rows`.
         """
-        num_rows = num_rows or self.num_rows
         members = self._schedule.step(step)
         index = step % self._schedule.steps_per_epoch
         block = self._place_block(members.epoch, index // _BLOCK)
         used = slice(0, len(members.entry))
-        shard, row, start = (part[index % _BLOCK, used] for part in block)
-        if int(row.max(initial=-1)) >= num_rows * self.num_micro_steps:
+        shard, row, start = (
+            part[index % _BLOCK, used] for part in (block.shard, block.row, block.start)
+        )
+        needed, labels = self._sizes_of(block.rows_S, block.labels_S)
+        if num_rows is None:
+            num_rows = _enlarged(self.num_rows, needed)
+        elif int(row.max(initial=-1)) >= num_rows * self.num_micro_steps:
             raise errors.PlanError(
                 f"step {step} needs {int(row.max()) + 1} rows on a shard;"
                 f" {num_rows} rows × {self.num_micro_steps} micro-steps are too few"
@@ -102,23 +129,23 @@ class Layout:
             num_micro_steps=self.num_micro_steps,
             num_rows=num_rows,
             row_length=self.row_length,
+            num_labels=_enlarged(self.num_labels, labels),
         )
 
-    def epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(shard, row inside the shard, start) of `members(epoch)`, int32 [S, B]."""
-        members_SB = self._schedule.members(epoch)
-        shard_SB, length_SB = self._shards(members_SB)
-        return shard_SB, *self._rows(shard_SB, length_SB, self.row_length)
+    def first_steps(self) -> tuple[np.ndarray, np.ndarray]:
+        """(shard, row inside it), int32 [S', B], of the first epoch's first steps.
 
-    def _place_block(
-        self, epoch: int, block: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        As many as decide the usual shape.
+        """
+        members_SB = self._schedule.members(0)[: self._steps(_SIZED)]
+        placed = self._placed(members_SB)
+        return placed.shard, placed.row
+
+    def _place_block(self, epoch: int, block: int) -> _Block:
         key = (0 if self._is_herded else epoch, block)
         if key not in self._blocks:
             part = slice(block * _BLOCK, (block + 1) * _BLOCK)
-            shard_SB, length_SB = self._shards(self._schedule.members(epoch)[part])
-            placed = self._rows(shard_SB, length_SB, self.row_length)
-            self._blocks[key] = shard_SB, *placed
+            self._blocks[key] = self._placed(self._schedule.members(epoch)[part])
             while len(self._blocks) > _BLOCKS_CACHED:
                 self._blocks.popitem(last=False)
         self._blocks.move_to_end(key)
@@ -168,32 +195,38 @@ class Layout:
 
     def _sample(self) -> tuple[np.ndarray, bool]:
         """Members of the first steps of the run, and whether those are all."""
-        schedule = self._schedule
-        wanted = max(_SAMPLED // schedule.config.batch_size, _BLOCK)
-        epochs = -(-min(wanted, schedule.num_steps) // schedule.steps_per_epoch)
-        parts = [schedule.members(epoch) for epoch in range(epochs)]
-        members_SB = np.concatenate(parts)[: schedule.num_steps]
-        return members_SB[:wanted], schedule.num_steps <= wanted
+        wanted = self._steps(_SAMPLED)
+        return self._first_members(wanted), self._schedule.num_steps <= wanted
 
-    def _sizes(self) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, labels) of the fullest shard of each step; places the whole run."""
+    def _first_members(self, num_steps: int) -> np.ndarray:
         schedule = self._schedule
-        num_epochs = 1 if self._is_herded else schedule.num_epochs
-        # Small epochs are placed together.
-        together = max(_SAMPLED // schedule.plan.num_kept, 1)
-        parts = []
-        for first in range(0, num_epochs, together):
-            epochs = range(first, min(first + together, num_epochs))
-            members = [schedule.members(epoch) for epoch in epochs]
-            parts.append(self._most_of(np.concatenate(members)))
-        repeats = schedule.num_epochs if self._is_herded else 1
-        rows_S, labels_S = (np.concatenate(part * repeats) for part in zip(*parts))
-        return rows_S[: schedule.num_steps], labels_S[: schedule.num_steps]
+        num_steps = min(num_steps, schedule.num_steps)
+        epochs = range(-(-num_steps // schedule.steps_per_epoch))
+        return np.concatenate([schedule.members(e) for e in epochs])[:num_steps]
 
-    def _most_of(self, members_SB: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [S] rows in use, and label tokens in a micro-step, at most."""
+    def _steps(self, num_examples: int) -> int:
+        return max(num_examples // self._schedule.config.batch_size, _BLOCK)
+
+    def _usual_sizes(self) -> tuple[int, int]:
+        """L and label tokens that the first steps need."""
+        wanted = self._steps(_SIZED)
+        if self._is_herded:  # every epoch repeats the first
+            wanted = min(wanted, self._schedule.steps_per_epoch)
+        members_SB = self._first_members(wanted)
+        sizes = []
+        for begin in range(0, len(members_SB), 16 * _BLOCK):
+            placed = self._placed(members_SB[begin : begin + 16 * _BLOCK])
+            sizes.append(self._sizes_of(placed.rows_S, placed.labels_S))
+        num_rows, num_labels = np.max(sizes, axis=0)
+        return int(num_rows), int(num_labels)
+
+    def _sizes_of(self, rows_S: np.ndarray, labels_S: np.ndarray) -> tuple[int, int]:
+        """(L, label tokens) that all of these steps fit in."""
+        return -(-int(rows_S.max()) // self.num_micro_steps), int(labels_S.max())
+
+    def _placed(self, members_SB: np.ndarray) -> _Block:
         shard_SB, length_SB = self._shards(members_SB)
-        row_SB, _ = self._rows(shard_SB, length_SB, self.row_length)
+        row_SB, start_SB = self._rows(shard_SB, length_SB, self.row_length)
         step, slot = np.nonzero(members_SB >= 0)
         cell = step * self.num_shards + shard_SB[step, slot]
         cell = cell * self.num_micro_steps + row_SB[step, slot] % self.num_micro_steps
@@ -204,7 +237,14 @@ class Layout:
             minlength=len(members_SB) * cells_per_step,
         )
         most = labels.reshape(len(members_SB), cells_per_step).max(1)
-        return row_SB.max(1).astype(np.int64) + 1, most.astype(np.int64)
+        rows_S = row_SB.max(1).astype(np.int64) + 1
+        return _Block(shard_SB, row_SB, start_SB, rows_S, most.astype(np.int64))
+
+
+def _enlarged(usual: int, needed: int) -> int:
+    """The usual size if it is enough, else the next of few larger ones."""
+    step = max(usual // _GROWTH, 1)
+    return usual + max(-(-(needed - usual) // step), 0) * step
 
 
 def check_row_length(length_M: np.ndarray, cfg: config.AllocationConfig) -> None:

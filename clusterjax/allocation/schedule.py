@@ -112,8 +112,8 @@ class Schedule:
           step: optimiser step.
           num_shards: R, data shards.
           num_micro_steps: A; the config's by default.
-          num_rows: L; by default the least that all steps of the run fit in, so that
-            all batches have one shape.
+          num_rows: L; by default the usual one of the run (see `layout.Layout`), or
+            more where this part of the run needs more.
 
         Raises:
           errors.PlanError: the step does not fit in `num_rows`.
@@ -130,11 +130,11 @@ class Schedule:
         return self._layouts[key]
 
     def rows_needed(self, num_shards: int, num_micro_steps: int | None = None) -> int:
-        """L: rows per shard and micro-step that every step of the run fits in."""
+        """L: rows per shard and micro-step of the usual batch."""
         return self.layout(num_shards, num_micro_steps).num_rows
 
     def labels_needed(self, num_shards: int, num_micro_steps: int | None = None) -> int:
-        """Most label tokens on one shard in one micro-step, over the run."""
+        """Most label tokens on one shard in one micro-step of the usual batch."""
         return self.layout(num_shards, num_micro_steps).num_labels
 
     def where(self, example_id: int) -> list[tuple[int, int]]:
