@@ -20,8 +20,8 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from clusterjax import collection, datatypes
 from clusterjax import config as config_lib
-from clusterjax import datatypes
 from clusterjax import loss as loss_lib
 from clusterjax import mesh as mesh_lib
 from clusterjax import optimizer as optimizer_lib
@@ -154,6 +154,7 @@ class Metrics(NamedTuple):
       nll_sum: float32 scalar, Σ of `nll`: the loss without weights.
       nll: float32 [A, P], −log p of each label token, in nats.
       example_id: int32 [A, P], whose label it is, −1 = unused slot.
+      collected: `collection.Collected` [A, E, …], or None.
     """
 
     loss: Any
@@ -162,6 +163,7 @@ class Metrics(NamedTuple):
     nll_sum: Any
     nll: Any
     example_id: Any
+    collected: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,10 +173,13 @@ class Sizes:
     Attributes:
       labels: most label tokens of one data shard in one micro-step.
       vocab_chunk: vocabulary entries whose logits exist at once.
+      collected: most examples of one data shard in one micro-step, whose features the
+        step collects; 0 = it collects none.
     """
 
     labels: int
     vocab_chunk: int
+    collected: int = 0
 
 
 def vocab_shards(tmpl: Template, mesh: jax.sharding.Mesh) -> int:
@@ -185,10 +190,11 @@ def vocab_shards(tmpl: Template, mesh: jax.sharding.Mesh) -> int:
 
 def make_loss(
     tmpl: Template, mesh: jax.sharding.Mesh, sizes: Sizes
-) -> Callable[..., tuple[jax.Array, tuple[jax.Array, jax.Array]]]:
-    """Returns `loss(params, frozen, micro, step) → ℒ part, (nll_P, example_P)`.
+) -> Callable[..., tuple[jax.Array, tuple[Any, ...]]]:
+    """Returns `loss(params, frozen, micro, step) → ℒ part, aux`.
 
-    `micro` is a batch without its leading axis A; its rows lie over the data shards.
+    `aux` is (nll_P, example_P), and what is collected when `sizes` ask for it. `micro`
+    is a batch without its leading axis A; its rows lie over the data shards.
     """
     num_shards = mesh_lib.num_shards(mesh)
     matrix_shards = vocab_shards(tmpl, mesh)
@@ -202,15 +208,22 @@ def make_loss(
         weights_P = jnp.where(labels.valid_P, labels.take(micro.loss_weights), 0)
         # More labels than slots would make the loss smaller in silence.
         weights_P = jnp.where(jnp.any(labels.overflow), jnp.nan, weights_P)
+        hidden_PH = labels.take(hidden_BTH)
         nll_P: Any = loss_lib.token_nll(
-            labels.take(hidden_BTH),
+            hidden_PH,
             jnp.where(labels.valid_P, labels.take(micro.targets), 0),
             model.output_matrix(),
             sizes.vocab_chunk,
             matrix_shards,
         )
         example_P = jnp.where(labels.valid_P, labels.take(micro.example_id), -1)
-        return jnp.sum(weights_P * nll_P), (nll_P, example_P)
+        aux: tuple[Any, ...] = (nll_P, example_P)
+        if sizes.collected:
+            found = collection.collect(
+                hidden_PH, nll_P, example_P, sizes.collected, num_shards
+            )
+            aux = (*aux, found)
+        return jnp.sum(weights_P * nll_P), aux
 
     return loss
 
@@ -220,7 +233,8 @@ def make_gradient(
 ) -> Callable[..., tuple[Any, ...]]:
     """Returns `gradient(params, frozen, batch, step=0) → ℒ, grads, nll, example_id`.
 
-    The last two are as in `Metrics`; `step` counts for dropout only.
+    The last two are as in `Metrics`, and `collected` follows them when `sizes` ask for
+    it; `step` counts for dropout only.
     """
     value_and_grad = jax.value_and_grad(make_loss(tmpl, mesh, sizes), has_aux=True)
 
@@ -231,8 +245,8 @@ def make_gradient(
     def gradient(params, frozen, batch, step=0):
         if batch.inputs.shape[0] == 1:  # no loop, and no zeros to add to
             micro = jax.tree.map(lambda x: x[0], batch)
-            loss, grads, (nll_P, example_P) = one(params, frozen, micro, step)
-            return loss, grads, nll_P[None], example_P[None]
+            loss, grads, aux = one(params, frozen, micro, step)
+            return loss, grads, *jax.tree.map(lambda x: x[None], aux)
 
         def add(carry, micro):
             loss, grads, aux = one(params, frozen, micro, step)
@@ -241,8 +255,8 @@ def make_gradient(
         zero = jnp.zeros((), loss_lib.accumulator_dtype(tmpl.config.compute_dtype))
         zeros = _like_params(jax.tree.map(jnp.zeros_like, params), tmpl, mesh)
         start = (zero, zeros)
-        (loss, grads), (nll_AP, example_AP) = jax.lax.scan(add, start, batch)
-        return loss, grads, nll_AP, example_AP
+        (loss, grads), aux = jax.lax.scan(add, start, batch)
+        return loss, grads, *aux
 
     return gradient
 
@@ -281,7 +295,7 @@ def make_step(
     gradient = make_gradient(tmpl, mesh, sizes)
 
     def step(state, frozen, batch):
-        loss, grads, nll_AP, example_AP = gradient(
+        loss, grads, nll_AP, example_AP, *collected = gradient(
             state.params, frozen, batch, state.step
         )
         grad_norm = optimizer_lib.global_norm(grads)
@@ -295,7 +309,9 @@ def make_step(
             (state.params, state.opt_state),
         )
         nll_sum = jnp.sum(jnp.where(example_AP >= 0, nll_AP, 0))
-        metrics = Metrics(loss, grad_norm, is_finite, nll_sum, nll_AP, example_AP)
+        metrics = Metrics(
+            loss, grad_norm, is_finite, nll_sum, nll_AP, example_AP, *collected
+        )
         return datatypes.TrainState(state.step + 1, params, opt_state), metrics
 
     return step
@@ -346,11 +362,20 @@ def shardings(
     )
 
 
-def jit(step: Callable[..., Any], places: Shardings, mesh: jax.sharding.Mesh) -> Any:
-    """Jits a step from `make_step`: fixed shardings, donated state."""
+def jit(
+    step: Callable[..., Any],
+    places: Shardings,
+    mesh: jax.sharding.Mesh,
+    collects: bool = False,
+) -> Any:
+    """Jits a step from `make_step`: fixed shardings, donated state.
+
+    `collects` says that the step's sizes ask for features; all processes get them.
+    """
     whole = mesh_lib.replicated(mesh)
     labels = NamedSharding(mesh, PartitionSpec(None, mesh_lib.BATCH_AXES))
-    metrics = Metrics(whole, whole, whole, whole, labels, labels)
+    found = collection.Collected(whole, whole, whole) if collects else None
+    metrics = Metrics(whole, whole, whole, whole, labels, labels, found)
     batch = datatypes.Batch(*(places.batch,) * len(datatypes.Batch._fields))
     return jax.jit(
         step,
