@@ -21,6 +21,7 @@ from etils import epath
 
 from clusterjax import (
     checkpoint,
+    collection,
     config,
     datatypes,
     diagnostics,
@@ -99,6 +100,7 @@ class Loop:
         self._layout = input_lib.Layout(schedule, corpus, mesh, part.start)
         self._totals = metrics_lib.Totals()
         self._evaluator: evaluate.Evaluator | None = None
+        self._collection: collection.Collection | None = None
         self._groups = diagnostics.GroupLosses(_groups(corpus, schedule), mesh)
         self._statistics: dict[int, Any] = {}
         self._programs: dict[tuple[Any, ...], Any] = {}
@@ -133,6 +135,10 @@ class Loop:
         self._evaluator = evaluate.Evaluator(
             self.template, corpus, self.mesh, cfg, self._perf
         )
+
+    def collect_into(self, features: collection.Collection) -> None:
+        """Lets every step collect the features of its examples."""
+        self._collection = features
 
     def run(self) -> int:
         """Restores, trains to the end, evaluates; returns the step it went on from."""
@@ -172,6 +178,8 @@ class Loop:
         self.seconds.update(record["seconds"])
         self._totals = metrics_lib.Totals(**record["totals"])
         step = int(self.state.step)
+        if self._collection is not None:
+            self._collection.resume(step)
         self.seconds["checkpoint"] += time.monotonic() - begin
         progress.say(f"  resumed at step {step:,} of {self._num_steps:,}")
         return step
@@ -243,8 +251,11 @@ class Loop:
     def _compile(self, item: input_lib.StepInput) -> Any:
         faults.point("train.compile")
         sizes = self._sizes(item)
+        if self._collection is not None:
+            sizes = dataclasses.replace(sizes, collected=self._collection.slots)
         step = step_lib.make_step(self.template, self._tx, self.mesh, sizes)
-        jitted = step_lib.jit(step, self._places, self.mesh)
+        collects = self._collection is not None
+        jitted = step_lib.jit(step, self._places, self.mesh, collects)
         with self._timed("compile"):
             return jitted.lower(self.state, self.frozen, item.batch).compile()
 
@@ -281,6 +292,8 @@ class Loop:
         if not bool(out.is_finite):
             self._not_finite(done, out)
         self._totals.add(item.tokens, item.labels, float(out.loss), float(out.nll_sum))
+        if self._collection is not None:
+            self._collection.add(item.step, out.collected)
         is_due = done in (1, self._num_steps) or _is_due(done, self._cfg.log_every)
         if not is_due and not figures:
             return
@@ -329,6 +342,8 @@ class Loop:
         with self._timed("checkpoint"):
             # The lines first: a checkpoint promises that those of its steps are there.
             self.log.sync()
+            if self._collection is not None:
+                self._collection.flush(int(self.state.step))
             record = {
                 **self._expected,
                 "seconds": dict(self.seconds),
