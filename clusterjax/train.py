@@ -19,6 +19,7 @@ from etils import epath
 
 from clusterjax import (
     checkpoint,
+    collection,
     config,
     datatypes,
     distributed,
@@ -77,6 +78,7 @@ def fit(
     start_at: int = 0,
     stop_at: int | None = None,
     total_steps: int | None = None,
+    collect: collection.Collection | None = None,
 ) -> Result:
     """Trains `model` on the schedule; goes on from the newest checkpoint, if any.
 
@@ -98,6 +100,7 @@ def fit(
         over; the state comes from the checkpoint of that step or a later one.
       stop_at: step to stop before, with a checkpoint; None: the schedule's end.
       total_steps: of the whole run, for the learning rate; None: the schedule's.
+      collect: gets the feature of every example that is trained on.
 
     Raises:
       errors.UserError: config, checkpoints or hosts do not fit together; or a step was
@@ -128,6 +131,8 @@ def fit(
     loop.start(params, frozen, mesh_cfg.allow_replication)
     if eval_corpus is not None and eval_corpus.num_examples:
         loop.evaluate_on(eval_corpus, eval_cfg)
+    if collect is not None:
+        loop.collect_into(collect)
     with _stopping_on_sigterm(loop.stop_requested), distributed.ending_together():
         first = loop.run()
         trained = _trained(loop, model_cfg.lora)
