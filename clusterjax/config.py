@@ -328,6 +328,12 @@ class AllocationConfig:
     herding_pool: int = key(
         0, "herded: candidates looked at per pick; 0 = all", least=0
     )
+    herding_exchanges: int = key(
+        100,
+        "herded: rounds of exchanges between pairs of steps after the greedy order;"
+        " 0 = the greedy order alone",
+        least=0,
+    )
     placement: Literal["spread", "dedicated"] = key(
         "spread",
         "every worker a share of every cluster, or (the paper's) its own clusters",
@@ -427,6 +433,9 @@ class PerfConfig:
         8192, "tokens per device and feature batch", least=1
     )
     feature_micro_batch: int = key(8, "per_example: gradients held at once", least=1)
+    feature_turn_tokens: int = key(
+        1024, "probe: tokens per device whose activations are held at once", least=1
+    )
     feature_buckets: int = key(6, "most different lengths of feature batches", least=1)
     feature_block: int = key(
         2048, "examples in one block of the feature store", least=1

@@ -9,7 +9,7 @@ import numpy as np
 
 from clusterjax import config, datatypes, errors, herding, shuffling
 from clusterjax import plan as plans
-from clusterjax.allocation import membership
+from clusterjax.allocation import exchange, membership
 
 
 def with_order(
@@ -33,6 +33,7 @@ def with_order(
         "batch_size": cfg.batch_size,
         "seed": cfg.seed,
         "pool": cfg.herding_pool,
+        "exchanges": cfg.herding_exchanges,
     }
     if len(plan.herded_order) and plan.herded_for == made_for:
         return plan
@@ -53,6 +54,14 @@ def with_order(
     vectors_MD = _vectors(plan, feats)
     order_M = (herd or numpy_order)(
         vectors_MD, plan.cluster_id, counts_SK, pool=cfg.herding_pool, seed=cfg.seed
+    )
+    order_M = exchange.improve(
+        order_M,
+        vectors_MD,
+        plan.cluster_id,
+        counts_SK,
+        cfg.herding_exchanges,
+        cfg.seed,
     )
     return dataclasses.replace(
         plan, herded_order=np.asarray(order_M, np.int64), herded_for=made_for

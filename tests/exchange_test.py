@@ -1,0 +1,83 @@
+"""Exchanges between steps against brute force."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from clusterjax.allocation import exchange
+
+
+def _case(rng, num_steps, batch, num_clusters, last=None):
+    """Vectors that sum to zero, in random order under equal counts for each step."""
+    share = rng.multinomial(batch, np.full(num_clusters, 1 / num_clusters))
+    counts_SK = np.tile(share, (num_steps, 1))
+    if last is not None:
+        counts_SK[-1] = 0
+        counts_SK[-1, 0] = last
+    cluster = np.concatenate([np.repeat(np.arange(num_clusters), c) for c in counts_SK])
+    vectors = rng.standard_normal((len(cluster), 6)).astype(np.float32)
+    return vectors - vectors.mean(0), cluster, counts_SK
+
+
+def _steps(order, counts_SK):
+    return np.split(order, np.cumsum(counts_SK.sum(1))[:-1])
+
+
+def _noise(vectors, steps):
+    return sum(float((vectors[s].sum(0, dtype=np.float64) ** 2).sum()) for s in steps)
+
+
+@pytest.mark.parametrize("num_clusters", [1, 3])
+def test_no_exchange_is_left_that_gains(rng, num_clusters):
+    vectors, cluster, counts_SK = _case(rng, 5, 6, num_clusters)
+    order = np.arange(30)
+    found = exchange.improve(order, vectors, cluster, counts_SK, 60, 0)
+    steps, before = _steps(found, counts_SK), _steps(order, counts_SK)
+    assert sorted(found) == list(range(30))
+    for s in range(5):
+        held = np.bincount(cluster[steps[s]], minlength=num_clusters)
+        np.testing.assert_array_equal(held, counts_SK[s])
+    noise = _noise(vectors, steps)
+    assert noise < 0.6 * _noise(vectors, before)
+    for a, b in itertools.combinations(range(5), 2):
+        for i, j in itertools.product(range(6), repeat=2):
+            if cluster[steps[a][i]] != cluster[steps[b][j]]:
+                continue
+            other = [s.copy() for s in steps]
+            other[a][i], other[b][j] = steps[b][j], steps[a][i]
+            assert _noise(vectors, other) > noise - 1e-4
+
+
+def test_two_steps_come_near_the_best_of_all_splits(rng):
+    found_share = []
+    for _ in range(20):
+        vectors, cluster, counts_SK = _case(rng, 2, 5, 1)
+        found = exchange.improve(np.arange(10), vectors, cluster, counts_SK, 1, 0)
+        splits = [
+            _noise(vectors, [list(s), list(set(range(10)) - set(s))])
+            for s in itertools.combinations(range(10), 5)
+        ]
+        noise = _noise(vectors, _steps(found, counts_SK))
+        assert noise >= min(splits) - 1e-4
+        found_share.append(np.mean(np.array(splits) < noise - 1e-4))
+    # A local search: few of the 252 splits are better.
+    assert np.mean(found_share) < 0.05
+
+
+def test_with_and_without_all_inner_products(rng, monkeypatch):
+    vectors, cluster, counts_SK = _case(rng, 8, 10, 2)
+    args = np.arange(80), vectors, cluster, counts_SK, 10, 3
+    whole = exchange.improve(*args)
+    monkeypatch.setattr(exchange, "_GRAM_BYTES", 0)
+    np.testing.assert_array_equal(exchange.improve(*args), whole)
+
+
+def test_an_incomplete_last_step_and_no_rounds_stay_as_they_are(rng):
+    vectors, cluster, counts_SK = _case(rng, 4, 6, 2, last=3)
+    order = np.arange(len(cluster))
+    found = exchange.improve(order, vectors, cluster, counts_SK, 20, 0)
+    np.testing.assert_array_equal(found[-3:], order[-3:])
+    assert (found[:-3] != order[:-3]).any()
+    same = exchange.improve(order, vectors, cluster, counts_SK, 0, 0)
+    np.testing.assert_array_equal(same, order)
