@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -313,10 +313,49 @@ def _finish(
     path: epath.Path | None,
 ) -> datatypes.GradientFeatures:
     """Takes out the rejects, centres and orders the rest."""
-    corpus, where = work.corpus, work.where
-    keys = np.asarray(corpus.content_hash)
+    keys = np.asarray(work.corpus.content_hash)
     norm, loss = kept.scalars(keys)
-    no_label = where.num_labels == 0
+    settings = settings_fingerprint(cfg, model_fingerprint)
+    fingerprint = files.hash_arrays(work.corpus.fingerprint, settings, cfg.center)
+    if path is not None:
+        path = path / f"{fingerprint}-{jax.process_index()}.npy"
+    return finish(
+        work.corpus,
+        cfg,
+        work.where.num_labels,
+        norm,
+        loss,
+        lambda keep: store.assemble(kept, keys[keep], work.extractor.width, path),
+        fingerprint,
+        model_fingerprint,
+    )
+
+
+def finish(
+    corpus: datatypes.Corpus,
+    cfg: config_lib.FeaturesConfig,
+    num_labels: np.ndarray,
+    norm: np.ndarray,
+    loss: np.ndarray,
+    unit_rows: Callable[[np.ndarray], np.ndarray],
+    fingerprint: str,
+    model_fingerprint: str,
+) -> datatypes.GradientFeatures:
+    """Features of a corpus, without the examples that have no usable one.
+
+    Args:
+      corpus: the examples.
+      cfg: kind and centring.
+      num_labels: int [N], label positions that were seen of each example.
+      norm, loss: float32 [N], of the raw features; anything where there are no labels.
+      unit_rows: corpus rows → their unit features [n, D].
+      fingerprint: of the features.
+      model_fingerprint: of the parameters that they are of.
+
+    Raises:
+      errors.DataError: no example has a usable feature.
+    """
+    no_label = num_labels == 0
     bad = ~np.isfinite(norm) | ~np.isfinite(loss)
     zero = ~bad & (norm < vectors.MIN_NORM)
     keep = np.flatnonzero(~(no_label | bad | zero))
@@ -329,14 +368,7 @@ def _finish(
             f"none of {corpus.num_examples:,} examples has a usable feature; the"
             f" first: {rejects[0].detail}"
         )
-    fingerprint = files.hash_arrays(
-        corpus.fingerprint,
-        settings_fingerprint(cfg, model_fingerprint),
-        cfg.center,
-    )
-    if path is not None:
-        path = path / f"{fingerprint}-{jax.process_index()}.npy"
-    values = store.assemble(kept, keys[keep], work.extractor.width, path)
+    values = unit_rows(keep)
     if cfg.center == "mean":
         values = vectors.centred(values, norm[keep])
     return datatypes.GradientFeatures(
