@@ -180,6 +180,11 @@ class FeaturesConfig:
         None, "only the first layers, then norm and head", least=1
     )
     model: str = key("", "another, smaller model for the pass; '' = the trained one")
+    during_first_epoch: bool = key(
+        False,
+        "no pass: train the first epoch on all data, collect its features (kind=proxy),"
+        " and select for the later epochs",
+    )
     compute_dtype: Literal["", "float32", "bfloat16"] = key(
         "", "type of activations in the pass; '' = model.compute_dtype"
     )
