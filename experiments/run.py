@@ -37,6 +37,7 @@ from experiments import (
     artifacts,
     command_line,
     feature_pass,
+    first_epoch,
     renewal,
     report,
     saved_run,
@@ -79,6 +80,7 @@ def execute(
       errors.UserError: a mistake in config, data or folder; raised before the feature
         pass starts.
     """
+    first_epoch.check(config)
     if config.mesh.num_simulated_devices is not None:
         mesh_lib.simulate(config.mesh.num_simulated_devices)
     if config.perf.compilation_cache:
@@ -159,9 +161,16 @@ def _compute_features(run: Run) -> None:
     if _saved_plan(run) is not None and (folder / "features.npz").exists():
         run.features = artifacts.load_features(folder)
         return
+    trained = None
+    if run.config.features.during_first_epoch:
+        trained = first_epoch.collect(run)
     with run.ledger.stage("features") as entry:
-        run.features = feature_pass.compute(
-            run.model, run.corpus, run.config, run.mesh, folder
+        run.features = (
+            first_epoch.features_of(run, trained)
+            if trained is not None
+            else feature_pass.compute(
+                run.model, run.corpus, run.config, run.mesh, folder
+            )
         )
         artifacts.save_features(run.features, folder)
         count, width = run.features.values.shape
@@ -211,9 +220,7 @@ def _select(run: Run) -> None:
             run.plan,
             run.corpus.lengths,
             run.corpus.num_labels,
-            dataclasses.replace(
-                config.allocation, seed=config.seed + config.allocation.seed
-            ),
+            first_epoch.later_allocation(config, run.corpus.num_examples),
             feats=run.features,
             herd=subset.herded_order,
         )
@@ -273,7 +280,7 @@ def _train(run: Run) -> None:
         run.result = renewal.train_all(run, _compute_features, _cluster, _select)
         trained = [line for line in run.result.history if line["kind"] == "train"]
         entry.detail = (
-            f"{run.schedule.num_steps:,} steps, {trained[-1]['tokens']:,} tokens,"
+            f"{_num_steps(run):,} steps, {trained[-1]['tokens']:,} tokens,"
             f" {trained[-1]['labels']:,} of them labels"
         )
     _answer(run)
@@ -295,6 +302,11 @@ def _answer(run: Run) -> None:
         entry.detail = f"{found['exact_match_examples']:,} prompts"
 
 
+def _num_steps(run: Run) -> int:
+    first = first_epoch.num_steps(run.config, run.corpus.num_examples)
+    return first + run.schedule.num_steps
+
+
 def _summarise(run: Run) -> dict[str, Any]:
     """What came out, in numbers; written to `summary.json`."""
     kept, count = len(np.unique(run.plan.example_id)), run.corpus.num_examples
@@ -306,7 +318,7 @@ def _summarise(run: Run) -> dict[str, Any]:
         "num_kept": kept,
         "kept_fraction": kept / count,
         "num_clusters": run.plan.num_clusters,
-        "num_steps": run.schedule.num_steps,
+        "num_steps": _num_steps(run),
         "initial_eval": first,
         "final_eval": last,
         "seconds_by_stage": seconds,
