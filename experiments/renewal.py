@@ -16,6 +16,7 @@ import numpy as np
 
 from clusterjax import datatypes, progress, train
 from clusterjax.clustering import matching
+from experiments import first_epoch
 
 Stage = Callable[[Any], None]
 
@@ -31,9 +32,10 @@ def train_all(run: Any, features: Stage, cluster: Stage, select: Stage) -> train
       features, cluster, select: stages that fill a run from what is in its folder, or
         make and save what is missing.
     """
-    total = run.schedule.num_steps
+    begin = first_epoch.num_steps(run.config, run.corpus.num_examples)
+    total = begin + run.schedule.num_steps
     every = run.config.selection.refresh_every or total
-    starts = range(0, total, every)
+    starts = range(begin, total, every)
     newest = _newest_checkpoint(run)
     current, result = run, None
     for k, start in enumerate(starts):
