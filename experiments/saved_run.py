@@ -15,7 +15,7 @@ from etils import epath
 from clusterjax import allocation, config, data, datatypes, errors, files, models
 from clusterjax import plan as plan_lib
 from clusterjax.data import tokenizer as tokenizer_lib
-from experiments import artifacts
+from experiments import artifacts, first_epoch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ def load(folder: epath.PathLike) -> SavedRun:
             plan,
             corpus.lengths,
             corpus.num_labels,
-            dataclasses.replace(cfg.allocation, seed=cfg.seed + cfg.allocation.seed),
+            first_epoch.later_allocation(cfg, corpus.num_examples),
             feats=feats,
         )
     return SavedRun(
