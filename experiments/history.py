@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 
 
+_NOT_BEFORE = ("train", "answers", "report")
+
+
 @dataclasses.dataclass(frozen=True)
 class Point:
     """One training or held-out figure.
@@ -55,13 +58,10 @@ def build(
 
     Args:
       metrics: lines of `metrics.jsonl`, whose `time` counts from the start of training.
-      ledger: `{"stage", "seconds"}` in order; what stands before `train` is added.
+      ledger: `{"stage", "seconds"}`; what is done for training is added, also where it
+        is done after a first epoch.
     """
-    before = 0.0
-    for entry in ledger:
-        if entry["stage"] == "train":
-            break
-        before += float(entry["seconds"])
+    before = sum(float(e["seconds"]) for e in ledger if e["stage"] not in _NOT_BEFORE)
     lines = {kind: _by_step(metrics, kind) for kind in ("train", "eval")}
     labels = {line["step"]: int(line["labels"]) for line in lines["train"]}
     training = tuple(
