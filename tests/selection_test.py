@@ -218,16 +218,19 @@ def test_herding_picks_the_running_mean_nearest_the_mean(rules, normalise):
         feats.num_labels.astype(np.float64) if normalise == "token" else np.ones(40)
     )
     mean = weight @ gradient / weight.sum()
-    total, chosen = np.zeros(5), []
+    vector = weight[:, None] * (gradient - mean)
+    if normalise == "token":  # one coordinate more, with a tenth of the energy
+        excess = feats.num_labels - feats.num_labels.mean()
+        scale = np.sqrt(0.1 * (vector**2).sum() / (excess**2).sum())
+        vector = np.column_stack([vector, scale * excess])
+    total, chosen = np.zeros(vector.shape[1]), []
     for _ in range(12):
         cost = [
-            np.inf
-            if i in chosen
-            else ((total + weight[i] * (gradient[i] - mean)) ** 2).sum()
+            np.inf if i in chosen else ((total + vector[i]) ** 2).sum()
             for i in range(40)
         ]
         chosen.append(int(np.argmin(cost)))
-        total += weight[chosen[-1]] * (gradient[chosen[-1]] - mean)
+        total += vector[chosen[-1]]
     assert plan.example_id.tolist() == sorted(chosen)
 
 

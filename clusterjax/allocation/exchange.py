@@ -25,10 +25,11 @@ def improve(
 ) -> np.ndarray:
     """Exchanges examples of the same cluster between pairs of steps.
 
-    Every round pairs all steps at random. Two steps a and b hold sums P_a and P_b of
-    herding vectors; as P_a + P_b is fixed, |P_a|² + |P_b|² is least where
-    |P_a − P_b|² = |Σ_i s_i v_i|² with s_i = ±1 is, and the best exchange is made until
-    none gains. What a step holds of each cluster stays as it is.
+    Every round pairs all steps at random. Two steps a and b with sums P_a and P_b of
+    herding vectors make the best exchange, that of least w_a |P_a|² + w_b |P_b|², until
+    none gains. A step's mean gradient is its sum over its size, so that w = 1, and
+    (B / size)² for an incomplete last step. What a step holds of each cluster stays as
+    it is.
 
     Args:
       order_M: int [M], entries, step after step.
@@ -44,44 +45,49 @@ def improve(
     """
     order_M = np.asarray(order_M, np.int64).copy()
     size_S = counts_SK.sum(1)
-    full = np.flatnonzero(size_S == size_S.max())  # a padded last step stays alone
-    begin_S = np.concatenate([[0], np.cumsum(size_S)[:-1]])
-    step_SB = begin_S[full, None] + np.arange(size_S.max())
+    used = np.flatnonzero(size_S)
+    parts = np.split(order_M, np.cumsum(size_S)[:-1])  # views
+    weight_S = (size_S.max() / np.maximum(size_S, 1)) ** 2.0
     inner = _Inner(np.asarray(vectors_MD, np.float32), bool(rounds))
     rng = np.random.default_rng(seed)
     for _ in range(rounds):
-        shuffled = rng.permutation(len(step_SB))
+        shuffled = rng.permutation(used)
         for a, b in zip(shuffled[0::2], shuffled[1::2]):
-            slots = np.concatenate([step_SB[a], step_SB[b]])
-            entry = order_M[slots]
-            sign = _best_signs(inner(entry), cluster_id_M[entry])
-            order_M[step_SB[a]] = entry[sign > 0]
-            order_M[step_SB[b]] = entry[sign < 0]
+            entry = np.concatenate([parts[a], parts[b]])
+            in_a = _exchanged(
+                inner(entry), cluster_id_M[entry], size_S[a], weight_S[a], weight_S[b]
+            )
+            parts[a][:], parts[b][:] = entry[in_a], entry[~in_a]
     return order_M
 
 
-def _best_signs(inner_nn: np.ndarray, cluster_n: np.ndarray) -> np.ndarray:
-    """+1 for what the first step holds, −1 for the second, after all exchanges.
+def _exchanged(
+    inner_nn: np.ndarray,
+    cluster_n: np.ndarray,
+    size_a: int,
+    weight_a: float,
+    weight_b: float,
+) -> np.ndarray:
+    """bool [n], which entries the first step holds after all exchanges that gain.
 
-    Changing s_i from + to − and s_j from − to + changes sᵀWs by
-    4 ((Ws)_j − (Ws)_i) + 4 (W_ii + W_jj − 2 W_ij).
+    With u = v_j − v_i for i leaving a and j leaving b, the objective changes by
+    2 u·(w_a P_a − w_b P_b) + (w_a + w_b) |u|².
     """
-    half = len(inner_nn) // 2
-    sign = np.repeat(np.array([1.0, -1.0], np.float32), half)
+    in_a = np.arange(len(inner_nn)) < size_a
     square = inner_nn.diagonal()
     least = -_GAIN * float(square.sum())
-    for _ in range(4 * half):
-        pull = inner_nn @ sign
-        out, into = np.flatnonzero(sign > 0), np.flatnonzero(sign < 0)
-        change = (pull[into][None] - pull[out][:, None]) + (
-            square[out][:, None] + square[into][None] - 2 * inner_nn[np.ix_(out, into)]
-        )
-        change[cluster_n[out][:, None] != cluster_n[into][None]] = np.inf
-        i, j = np.unravel_index(change.argmin(), change.shape)
-        if change[i, j] >= least:
+    for _ in range(2 * len(in_a)):
+        pull = inner_nn @ np.where(in_a, weight_a, -weight_b).astype(np.float32)
+        i, j = np.flatnonzero(in_a), np.flatnonzero(~in_a)
+        u_square = square[i][:, None] + square[j][None] - 2 * inner_nn[np.ix_(i, j)]
+        change = 2 * (pull[j][None] - pull[i][:, None])
+        change += (weight_a + weight_b) * u_square
+        change[cluster_n[i][:, None] != cluster_n[j][None]] = np.inf
+        best = np.unravel_index(change.argmin(), change.shape)
+        if not change[best] < least:
             break
-        sign[out[i]], sign[into[j]] = -1, 1
-    return sign
+        in_a[i[best[0]]], in_a[j[best[1]]] = False, True
+    return in_a
 
 
 class _Inner:
