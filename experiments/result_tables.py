@@ -85,7 +85,9 @@ def made(value: Mapping[str, Any]) -> str:
     revisions = value.get("revisions") or []
     if revisions:
         text += f"; revision {', '.join(revisions)}"
-    return text + "." + (f" {value['note']}" if value.get("note") else "")
+    if "load" in value:
+        text += f"; mean load of the last 15 minutes {value['load']:.1f}"
+    return text + "."
 
 
 def _comparison_table(

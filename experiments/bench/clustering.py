@@ -1,6 +1,7 @@
 """Clustering against scikit-learn and faiss-cpu; a million rows; k-center.
 
     python -m experiments.bench clustering [--parts kmeans,equal,million,k_center]
+        [--output FILE.json]
 
 kmeans: N = 75,000 × D = 576, K = 4, 8, 64, 10 restarts each, over 5 seeds: skewed blobs
 and, with --features FILE.npy (rows of gradient features), these tiled with small noise.
@@ -32,9 +33,22 @@ import jax
 import numpy as np
 
 from clusterjax import clustering, subset
+from experiments.bench import record
 
 _PEERS = pathlib.Path(__file__).with_name("clustering_peers.py")
+_HEADS = (
+    "data",
+    "K",
+    "method",
+    "wall (s)",
+    "processor (s)",
+    "inertia / ours",
+    "wall / ours",
+    "processor / ours",
+)
+_DIGITS = (None, None, None, 2, 2, 5, 2, 2)
 Times = dict[str, float]
+Row = tuple[Any, ...]
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, Times]:
@@ -65,7 +79,7 @@ def tiled(features: np.ndarray, rows: int, rng: np.random.Generator) -> np.ndarr
     return values / np.linalg.norm(values, axis=1, keepdims=True)
 
 
-def peer(python: str, name: str, *arguments: Any) -> Times:
+def peer(python: str, name: str, *arguments: Any) -> dict[str, Any]:
     """Runs one peer; see `clustering_peers`."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS_")}
     line = [python, str(_PEERS), name, *map(str, arguments)]
@@ -77,9 +91,10 @@ def peer(python: str, name: str, *arguments: Any) -> Times:
 
 def compare_kmeans(
     name: str, values: np.ndarray, options: argparse.Namespace, path: pathlib.Path
-) -> None:
+) -> list[Row]:
     """10 restarts of every method, in turns, over the seeds."""
     np.save(path, values)
+    rows = []
     for k in options.clusters:
         _, first = timed(
             lambda k=k: clustering.kmeans(values, k, key=jax.random.key(99))
@@ -95,35 +110,45 @@ def compare_kmeans(
             for other in ("sklearn", "faiss"):
                 runs[other].append(peer(options.peer_python, other, path, k, seed))
         print(f"{name}, {values.shape[0]:,} × {values.shape[1]}, K = {k}:")
-        report(runs)
+        rows += report(name, k, runs)
         print(f"  first call, with compilation: {first['wall']:.2f} s", flush=True)
+    return rows
 
 
-def report(runs: dict[str, list[Times]]) -> None:
-    """One line for each method: mean times and inertia, and ratios to ours."""
-    mean = {
-        name: {key: float(np.mean([run[key] for run in part])) for key in part[0]}
-        for name, part in runs.items()
-    }
-    ours = mean["clusterjax"]
-    for name, m in mean.items():
-        line = (
-            f"  {name:10s} {m['wall']:8.2f} s wall {m['processor']:8.2f} s processor"
-            f"  inertia {m['inertia']:.6g}"
+def report(data: str, k: int, runs: dict[str, list[Times]]) -> list[Row]:
+    """Prints and returns a row for each method.
+
+    Medians of the times, and of the ratios to ours within a turn; inertia as a mean
+    over the seeds, because a method is used with one seed.
+    """
+    rows, ours = [], runs["clusterjax"]
+    for name, part in runs.items():
+        wall, processor = (
+            record.median([run[clock] for run in part])
+            for clock in ("wall", "processor")
         )
-        if name != "clusterjax":
-            line += (
-                f"  | ours {m['wall'] / ours['wall']:.1f} × faster"
-                f" ({m['processor'] / ours['processor']:.1f} × processor),"
-                f" inertia {ours['inertia'] / m['inertia']:.5f} of its"
-            )
-        print(line, flush=True)
+        ratio = {
+            clock: record.median([a[clock] / b[clock] for a, b in zip(part, ours)])
+            for clock in ("wall", "processor")
+        }
+        inertia = np.mean([run["inertia"] for run in part])
+        worse = float(inertia / np.mean([run["inertia"] for run in ours]))
+        times = ratio["wall"], ratio["processor"]
+        rows.append((data, k, name, wall, processor, worse, *times))
+        print(
+            f"  {name:10s} {wall:8.2f} s wall {processor:8.2f} s processor"
+            f"  inertia {inertia:.6g}  | {times[0]:.2f} × our wall,"
+            f" {times[1]:.2f} × our processor, {worse:.5f} × our inertia",
+            flush=True,
+        )
+    return rows
 
 
-def compare_equal(values: np.ndarray, options: Any, folder: pathlib.Path) -> None:
+def compare_equal(values: np.ndarray, options: Any, folder: pathlib.Path) -> list[Row]:
     """One run from the same start with the same number of iterations."""
     np.save(folder / "values.npy", values)
     rng = np.random.default_rng(5)
+    rows = []
     for k in options.clusters:
         starts = values[rng.choice(len(values), k, replace=False)]
         np.save(folder / "starts.npy", starts)
@@ -152,11 +177,13 @@ def compare_equal(values: np.ndarray, options: Any, folder: pathlib.Path) -> Non
                 )
             )
         print(f"equal starts, {options.iterations} iterations, K = {k}:")
-        report(runs)
+        rows += report(f"blobs, {options.iterations} iterations", k, runs)
+    return rows
 
 
-def million(rows: int, rng: np.random.Generator, folder: pathlib.Path) -> None:
+def million(rows: int, folder: pathlib.Path) -> list[Row]:
     """K-means and capacity at a million rows, from a memory map."""
+    made: list[Row] = []
     path = folder / "million.npy"
     stored = np.lib.format.open_memmap(path, "w+", np.float32, (rows, 256))
     for start in range(0, rows, 50_000):
@@ -169,19 +196,24 @@ def million(rows: int, rng: np.random.Generator, folder: pathlib.Path) -> None:
         f"{rows:,} × 256, K = 64, with compilation: {times['wall']:.1f} s wall", end=""
     )
     print(f", {times['processor']:.1f} s processor, inertia {found.inertia:.6g}")
+    title = f"k-means of {rows:,} × 256, K = 64, with compilation"
+    made.append((title, times["wall"], times["processor"]))
     room = -(-3 * rows // 128)
     for attempt in ("with compilation", "again"):
         label, times = timed(
             lambda: clustering.assign_with_capacity(values, found.centroids, room)
         )
-        print(f"capacity {room:,}, {attempt}: {times['wall']:.1f} s wall", end="")
+        title = f"assignment with capacity {room:,}, {attempt}"
+        made.append((title, times["wall"], times["processor"]))
+        print(f"{title}: {times['wall']:.1f} s wall", end="")
         print(f", {times['processor']:.1f} s processor, largest", end=" ")
         print(f"{found.sizes.max():,} → {np.bincount(label).max():,}", flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"peak memory of the process: {peak:.1f} GiB")
+    return [*made, (f"peak memory of the process: {peak:.1f} GiB", None, None)]
 
 
-def k_center(rows: int, rng: np.random.Generator) -> None:
+def k_center(rows: int, rng: np.random.Generator) -> list[Row]:
     """Half of `rows` × 1,024 by k-center, against the plain loop on its first picks."""
     values = blobs(rows, 1024, rng)
     count, shown = rows // 2, min(50, rows // 2)
@@ -204,6 +236,12 @@ def k_center(rows: int, rng: np.random.Generator) -> None:
     ratio = count / shown
     print(f"{plain['wall'] * ratio:.0f} s wall", end="")
     print(f", {plain['wall'] * ratio / times['wall']:.0f} × as long", flush=True)
+    ours = f"k-center, {count:,} of {rows:,} × 1,024"
+    loop_title = f"NumPy loop, from its first {shown} picks ({equal})"
+    return [
+        (ours, times["wall"], times["processor"]),
+        (loop_title, plain["wall"] * ratio, plain["processor"] * ratio),
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -220,25 +258,43 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--k_center", type=int, default=20_000)
     parser.add_argument("--features", default="", help=".npy of feature rows")
     parser.add_argument("--peer_python", default=sys.executable)
+    parser.add_argument("--output", default="", help="JSON file for the figures")
     options = parser.parse_args(argv)
     options.clusters = [int(k) for k in options.clusters.split(",")]
-    parts = options.parts.split(",")
+    tables = measure(options, options.parts.split(","))
+    if options.output:
+        versions = peer(options.peer_python, "versions")
+        record.write(options.output, "clustering", tables, versions=versions)
+
+
+def measure(options: argparse.Namespace, parts: list[str]) -> list[record.Table]:
+    """Runs the parts; returns a table for each kind of them."""
     rng = np.random.default_rng(0)
+    found: dict[str, list[Row]] = {"large": [], "kmeans": [], "equal": []}
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         # First, so that the peak memory is its own.
         if "million" in parts:
-            million(options.million, rng, folder)
+            found["large"] += million(options.million, folder)
         if "k_center" in parts:
-            k_center(options.k_center, rng)
+            found["large"] += k_center(options.k_center, rng)
         if "kmeans" in parts:
             values = blobs(options.rows, options.dim, rng)
-            compare_kmeans("blobs", values, options, folder / "values.npy")
+            path = folder / "values.npy"
+            found["kmeans"] += compare_kmeans("blobs", values, options, path)
             if options.features:
                 values = tiled(np.load(options.features), options.rows, rng)
-                compare_kmeans("features", values, options, folder / "values.npy")
+                found["kmeans"] += compare_kmeans("features", values, options, path)
         if "equal" in parts:
-            compare_equal(blobs(options.rows, options.dim, rng), options, folder)
+            values = blobs(options.rows, options.dim, rng)
+            found["equal"] += compare_equal(values, options, folder)
+    heads = {"large": ("what", "wall (s)", "processor (s)")}
+    digits = {"large": (None, 1, 1)}
+    return [
+        record.Table(name, heads.get(name, _HEADS), rows, digits.get(name, _DIGITS))
+        for name, rows in found.items()
+        if rows
+    ]
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ Needs NumPy and the peer only (scikit-learn or faiss-cpu), not clusterjax:
 
     python clustering_peers.py PEER DATA.npy K SEED [STARTS.npy ITERATIONS]
 
-Prints one line of JSON: wall and processor seconds of the fit, and the inertia.
+Prints one line of JSON: wall and processor seconds of the fit, and the inertia; for
+PEER `versions` those of the peers.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import sys
 import time
@@ -63,6 +65,10 @@ def inertia(values, centers) -> float:
 
 
 def main() -> None:
+    if sys.argv[1] == "versions":
+        names = ("scikit-learn", "faiss-cpu")
+        print(json.dumps({name: importlib.metadata.version(name) for name in names}))
+        return
     peer, path, clusters, seed = sys.argv[1:5]
     values = np.load(path)
     starts, iterations = None, 0

@@ -1,7 +1,8 @@
 """Reading data against bare tokenising: throughput, memory, warm start.
 
 python -m experiments.bench data --tokenizer DIR [--examples 20000]
-python -m experiments.bench data --tokenizer DIR --examples 1000000 --skip_bare
+python -m experiments.bench data --tokenizer DIR --examples 1000000 --rounds 1
+    --skip_bare
 
 Texts are the pairs of `stdlib_functions`, repeated with a running number so that none
 is a duplicate, and cut to about 200 tokens. The peer is `tokenizers.encode_batch` over
@@ -26,6 +27,7 @@ from typing import Any
 from clusterjax import config as config_lib
 from clusterjax import data
 from clusterjax.data import builder, builtin, chat, layouts, sources
+from experiments.bench import record
 
 _CHARS = 700  # about 200 tokens of a vocabulary of 49k
 
@@ -112,7 +114,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokenizer", required=True, help="Hugging Face directory")
     parser.add_argument("--examples", type=int, default=20_000)
-    parser.add_argument("--rounds", type=int, default=1, help="repeat, best counts")
+    parser.add_argument("--rounds", type=int, default=5, help="medians are of these")
+    parser.add_argument("--output", default="", help="JSON file for the figures")
     parser.add_argument("--skip_bare", action="store_true")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
@@ -130,24 +133,53 @@ def main(argv: list[str] | None = None) -> None:
             for name in ("cold", "warm"):
                 found = measure(whole, path, args.tokenizer)
                 results.setdefault(name, []).append(found)
-        best = {n: min(r, key=lambda x: x["seconds"]) for n, r in results.items()}
-        for name, found in best.items():
-            rate = found["tokens"] / found["seconds"]
-            print(
-                f"{name:5} {found['seconds']:8.2f} s {rate:12,.0f} tokens/s"
-                f" {found['cpu_seconds']:8.2f} s of CPU"
-                f" peak {found['peak_mb']:,.0f} MB"
-                f" ({found['import_mb']:,.0f} MB of it imports)"
-            )
-        if "bare" in best:
-            wall, cpu = (
-                best["bare"][name] / best["cold"][name]
-                for name in ("seconds", "cpu_seconds")
-            )
-            print(
-                f"a cold start reaches {wall:.0%} of bare encode_batch ({cpu:.0%} by"
-                " CPU seconds, which other jobs on the machine disturb less)"
-            )
+    middle = {name: _middle(rounds) for name, rounds in results.items()}
+    for name, found in middle.items():
+        rate = found["tokens"] / found["seconds"]
+        print(
+            f"{name:5} {found['seconds']:8.2f} s {rate:12,.0f} tokens/s"
+            f" {found['cpu_seconds']:8.2f} s of CPU"
+            f" peak {found['peak_mb']:,.0f} MB"
+            f" ({found['import_mb']:,.0f} MB of it imports)"
+        )
+    if "bare" in middle:
+        wall, cpu = (
+            middle["bare"][name] / middle["cold"][name]
+            for name in ("seconds", "cpu_seconds")
+        )
+        print(
+            f"a cold start reaches {wall:.0%} of bare encode_batch ({cpu:.0%} by"
+            " CPU seconds, which other jobs on the machine disturb less)"
+        )
+    if args.output:
+        record.write(args.output, "data", [_table(middle)], details=results)
+
+
+def _middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Median of every figure over the rounds."""
+    return {
+        name: record.median([found[name] for found in rounds]) for name in rounds[0]
+    }
+
+
+def _table(middle: dict[str, dict[str, Any]]) -> record.Table:
+    titles = {
+        "bare": "encode_batch alone",
+        "cold": "data.load, empty cache",
+        "warm": "data.load, after an earlier one",
+    }
+    heads = ("what", "wall (s)", "processor (s)", "tokens per second", "peak (MB)")
+    rows = [
+        (
+            titles[name],
+            found["seconds"],
+            found["cpu_seconds"],
+            found["tokens"] / found["seconds"],
+            found["peak_mb"],
+        )
+        for name, found in middle.items()
+    ]
+    return record.Table("reading", heads, rows, (None, 2, 2, 0, 0))
 
 
 if __name__ == "__main__":

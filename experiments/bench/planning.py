@@ -1,6 +1,7 @@
 """Planning at a million examples: select, schedule, look-ups, layouts, saving.
 
-    python -m experiments.bench.planning [--examples 1000000] [--epochs 3]
+    python -m experiments.bench planning [--examples 1000000] [--epochs 3]
+        [--output FILE.json]
 
 Prints one line for each part with wall and processor seconds (apart when other work
 shares the machine), then the figures of the schedule. NumPy only, one thread. Examples
@@ -23,19 +24,42 @@ import numpy as np
 
 from clusterjax import allocation, config, datatypes, selection
 from clusterjax import plan as plan_lib
+from experiments.bench import record
 
 _CLUSTERS = 8
 _SHARDS = 8
 _LOOKUPS = 1000
 
 
-@contextlib.contextmanager
-def timed(name: str) -> Iterator[None]:
-    """Prints wall and processor seconds of the block."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    yield
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    print(f"{name:54s} {wall:9.4f} s wall {cpu:9.4f} s processor", flush=True)
+class Times:
+    """Wall and processor seconds of named blocks, and other figures.
+
+    Attributes:
+      rows: (name, wall, processor) in order.
+      figures: (name, value) in order.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, float, float]] = []
+        self.figures: list[tuple[str, float | str]] = []
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Notes and prints the seconds of the block."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        yield
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        print(f"{name:54s} {wall:9.4f} s wall {cpu:9.4f} s processor", flush=True)
+        self.rows.append((name.strip(), wall, cpu))
+
+    def tables(self) -> list[record.Table]:
+        """What documentation shows."""
+        heads = ("what", "wall (ms)", "processor (ms)")
+        rows = [(name, 1000 * wall, 1000 * cpu) for name, wall, cpu in self.rows]
+        made = [record.Table("times", heads, rows)]
+        if self.figures:
+            made.append(record.Table("figures", ("what", "value"), self.figures))
+        return made
 
 
 def made_up(
@@ -84,7 +108,7 @@ def made_up(
     return feats, clusters, lengths
 
 
-def plan_and_schedule(count: int, epochs: float, batch_size: int) -> None:
+def plan_and_schedule(timed: Times, count: int, epochs: float, batch_size: int) -> None:
     """Times of the whole path, and of look-ups at the end of it."""
     feats, clusters, lengths = made_up(count, 4, np.random.default_rng(0))
     labels = feats.num_labels
@@ -106,7 +130,7 @@ def plan_and_schedule(count: int, epochs: float, batch_size: int) -> None:
     with timed("100 placements in a row"):
         for step in range(max(last - 100, 0), last):
             layout.place(step)
-    _far_look_up(labels, lengths, clusters, feats)
+    _far_look_up(timed, labels, lengths, clusters, feats)
     with tempfile.TemporaryDirectory() as folder:
         with timed("save the plan"):
             plan.save(folder)
@@ -115,9 +139,11 @@ def plan_and_schedule(count: int, epochs: float, batch_size: int) -> None:
     print("\n".join(allocation.measure(schedule, _SHARDS).lines()))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"peak resident memory {peak:.2f} GiB")
+    timed.figures.append(("peak resident memory (GiB)", peak))
 
 
 def _far_look_up(
+    timed: Times,
     labels: np.ndarray,
     lengths: np.ndarray,
     clusters: datatypes.Clustering,
@@ -144,7 +170,7 @@ def noise(plan: plan_lib.SelectionPlan, feats, labels, cfg: config.AllocationCon
     return allocation.measure(schedule, 1, feats=feats).noise
 
 
-def herded(count: int, pool: int) -> None:
+def herded(timed: Times, count: int, pool: int) -> None:
     """Time of a herded order in pools; noise in pools and exact at 2,000 examples."""
     from clusterjax import subset
 
@@ -165,6 +191,8 @@ def herded(count: int, pool: int) -> None:
         cfg = config.AllocationConfig(batch_size=64, order=order, herding_pool=size)  # pyright: ignore[reportArgumentType]
         found = noise(plan, feats, feats.num_labels, cfg)
         print(f"noise at 2,000 examples, {name}: {found:.3f} of random steps'")
+        title = f"noise / random steps, 2,000 examples, {name}"
+        timed.figures.append((title, float(found)))
 
 
 def main() -> None:
@@ -176,10 +204,14 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=256)
     parser.add_argument("--herded", type=int, default=0, help="examples to order")
     parser.add_argument("--pool", type=int, default=256)
+    parser.add_argument("--output", default="", help="JSON file for the figures")
     arguments = parser.parse_args()
-    plan_and_schedule(arguments.examples, arguments.epochs, arguments.batch_size)
+    timed = Times()
+    plan_and_schedule(timed, arguments.examples, arguments.epochs, arguments.batch_size)
     if arguments.herded:
-        herded(arguments.herded, arguments.pool)
+        herded(timed, arguments.herded, arguments.pool)
+    if arguments.output:
+        record.write(arguments.output, "planning", timed.tables())
 
 
 if __name__ == "__main__":

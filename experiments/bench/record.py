@@ -46,7 +46,7 @@ class Table:
 
 
 def median(values: Sequence[float]) -> float:
-    """Median; with `spread` the two numbers that a repeated timing is told by."""
+    """What a repeated timing is told by; `spread` tells how far it went."""
     return statistics.median(values)
 
 
@@ -70,7 +70,6 @@ def write(
     *,
     details: Mapping[str, Any] | None = None,
     versions: Mapping[str, str] | None = None,
-    note: str = "",
 ) -> None:
     """Writes the record of a benchmark.
 
@@ -80,7 +79,6 @@ def write(
       tables: what documentation shows.
       details: every measurement, for those who want to look closer.
       versions: of the peers, which may run under another Python.
-      note: what a reader must know, e.g. that other work shared the machine.
     """
     value = {
         "kind": KIND,
@@ -88,7 +86,8 @@ def write(
         "command": command(subject, sys.argv[1:]),
         "machine": machine.describe(),
         "versions": machine.versions(PACKAGES) | dict(versions or {}),
-        "note": note,
+        # Other work that shared the machine shows here.
+        "load": round(os.getloadavg()[2], 1),
         "tables": [dataclasses.asdict(table) for table in tables],
         "details": details or {},
     }
@@ -108,7 +107,7 @@ def text_of(value: Mapping[str, Any]) -> str:
         for key, item in value["details"].items()
     )
     parts.append(f' "tables": [\n{tables}\n ]')
-    parts.append(f' "details": {{\n{details}\n }}')
+    parts.append(f' "details": {{\n{details}\n }}' if details else ' "details": {}')
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 

@@ -24,9 +24,11 @@ from typing import Any
 from absl import app, flags
 
 from clusterjax import faults
+from experiments.bench import record
 
 _FOLDER = flags.DEFINE_string("folder", None, "Empty folder for both runs.")
 _DEVICES = flags.DEFINE_integer("devices", 2, "Simulated devices.")
+_OUTPUT = flags.DEFINE_string("output", None, "JSON file for the table.")
 _SIGNAL = flags.DEFINE_enum("signal", "KILL", ["KILL", "TERM"], "What strikes.")
 
 _STEPS = 40
@@ -146,6 +148,13 @@ def main(argv: Sequence[str]) -> None:
     rows = survive(pathlib.Path(_FOLDER.value), _DEVICES.value, _SIGNAL.value)
     struck = sum(row["code"] not in (0,) for row in rows)
     print(f"{struck} of {len(rows)} blows fell; both runs ended equal, bit for bit")
+    if _OUTPUT.value:
+        table = record.Table(
+            "kills",
+            ("moment", "exit code", "last line printed before"),
+            [(row["moment"], row["code"], row["fell"]) for row in rows],
+        )
+        record.write(_OUTPUT.value, "survival", [table])
 
 
 if __name__ == "__main__":
