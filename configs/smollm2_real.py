@@ -6,7 +6,7 @@ mkdir -p runs/packages
 pip download --no-deps --dest runs/packages reasoning-gym cheat chatterbot-corpus
 (cd runs/packages && apt-get download wordnet-base dict-foldoc manpages-dev perl-doc)
 python -m experiments.real_sources --packages runs/packages --tokenizer runs/smollm2 \
-    --num_train 800 --num_heldout 120 --max_tokens 96 --out runs/real_sources
+    --num_train 480 --num_heldout 96 --max_tokens 96 --out runs/real_sources
 python -m experiments.run --config configs/smollm2_real.py --workdir runs/real
 
 The method with the paper's choices, at a size that two cores train in minutes. The
@@ -30,7 +30,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model.path = "runs/smollm2"
     config.clustering.num_clusters = 4
     config.selection.ratio = 1.0
-    config.allocation.batch_size = 24
+    config.allocation.batch_size = 16
     config.allocation.num_epochs = 2
     config.allocation.row_length = 256
     config.train.optimizer.name = "adafactor"
