@@ -10,6 +10,13 @@ first one stopped.
 
 from experiments import grid
 
+_BALANCED = {
+    "selection.quota": "waterfill",
+    "selection.keep": "herding",
+    "selection.share": "tokens",
+    "allocation.order": "herded",
+}
+
 
 def get_config() -> grid.Comparison:
     return grid.Comparison(
@@ -19,13 +26,12 @@ def get_config() -> grid.Comparison:
             "full": {"selection.method": "full"},
             "random": {"selection.method": "random"},
             "herding": {
-                "selection.quota": "waterfill",
-                "selection.keep": "herding",
-                "selection.share": "tokens",
-                "allocation.order": "herded",
+                **_BALANCED,
                 "features.kind": "probe",
                 "features.dim": 1024,
             },
+            # Two epochs as well, of which the first is on everything.
+            "first epoch": {**_BALANCED, "features.during_first_epoch": True},
         },
         seeds=(0, 1, 2),
         budget_of="paper",
