@@ -1,12 +1,13 @@
 """How noisy a run's steps are, at its start and at every checkpoint it kept.
 
-    python -m experiments.mechanism runs/a [--steps 20,60] [--renew]
+    python -m experiments.mechanism runs/a [--steps 0,20,60] [--renew]
 
 Measured on whole-model sketches whose projections are not those that chose. At every
 checkpoint the gradients are sketched anew: how much of the plan's worth is left, how
 far the gradients have turned, and, with `--renew`, what a plan made anew from that
-moment's features would bring. Writes `mechanism.json` into the run folder, where
-`experiments.compare` finds it. Checkpoints stay with `train.keep_checkpoints`.
+moment's features would bring. Step 0 needs a plan only (`--config.stages=select`).
+Writes `mechanism.json` into the run folder, where `experiments.compare` finds it.
+Checkpoints stay with `train.keep_checkpoints`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from clusterjax import (
     features,
     files,
     models,
-    progress,
     selection,
     step,
     subset,
@@ -43,6 +43,7 @@ from experiments import artifacts, feature_pass, measures, saved_run
 SEED = 104_729
 SKETCH = config.FeaturesConfig(kind="probe", k_in=16, k_out=16, dim=4096, seed=SEED)
 FILE = "mechanism.json"
+_PRINTED = ("noise", "order_noise", "mean_error", "mean_error_random", "cosine")
 
 
 def kept_coverage(run: saved_run.SavedRun) -> float | None:
@@ -69,10 +70,13 @@ def figures(run: saved_run.SavedRun) -> dict[str, dict[str, Any]]:
 
     The sketch of the starting model is shared by all runs beside this one.
     """
-    found = {"0": dataclasses.asdict(_measure(run, _start(run), run.schedule))}
-    if (run.folder / FILE).exists():
-        found |= files.read_json(run.folder / FILE)
-    return found
+    found = files.read_json(run.folder / FILE) if (run.folder / FILE).exists() else {}
+    return found if "0" in found else {**at_start(run), **found}
+
+
+def at_start(run: saved_run.SavedRun) -> dict[str, dict[str, Any]]:
+    """`{"0": fields of measures.Mechanism}`, on the model that training starts from."""
+    return {"0": dataclasses.asdict(_measure(run, _start(run), run.schedule))}
 
 
 def during(
@@ -99,7 +103,6 @@ def during(
             planned = _measure(run, sketch, _replanned(run, model))
             figures["renewed"] = dataclasses.asdict(planned)
         found[f"{done}"] = figures
-        progress.say(f"  step {done}: noise {figures['noise']:.3f}")
     return found
 
 
@@ -115,7 +118,8 @@ def checkpoint_steps(run: saved_run.SavedRun) -> list[int]:
             f"{run.folder} trained adapters (model.lora.rank): the sketches of"
             " checkpoints are made for full fine-tuning only"
         )
-    found = [int(p.name) for p in folder.iterdir() if p.name.isdigit()]
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    found = [int(name) for name in names if name.isdigit()]
     if not found:
         raise errors.WorkdirError(
             f"{folder} holds no checkpoints; keep them with train.checkpoint_every and"
@@ -197,20 +201,33 @@ def main() -> int:
     options = parser.parse_args()
     try:
         run = saved_run.load(options.workdir)
-        kept = checkpoint_steps(run)
-        steps = list(map(int, options.steps.split(","))) if options.steps else kept
-        if missing := sorted(set(steps) - set(kept)):
-            raise errors.WorkdirError(
-                f"{options.workdir} kept no checkpoint of step {missing[0]}; it has"
-                f" {', '.join(map(str, kept))}"
-            )
-        found = during(run, steps, options.renew)
+        steps = _steps(run, options.steps)
+        found = at_start(run) if 0 in steps else {}
+        found |= during(run, [s for s in steps if s], options.renew)
     except errors.UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     files.write_json(run.folder / FILE, found)
+    for done, values in found.items():
+        text = ", ".join(f"{k} {v:.3f}" for k, v in values.items() if k in _PRINTED)
+        print(f"step {done}: {text}")
     print(f"Written: {run.folder / FILE}")
     return 0
+
+
+def _steps(run: saved_run.SavedRun, wanted: str | None) -> list[int]:
+    if run.plan is None:
+        raise errors.WorkdirError(f"{run.folder} holds no plan; finish the run first")
+    if wanted == "0":
+        return [0]
+    kept = [0, *checkpoint_steps(run)]
+    steps = list(map(int, wanted.split(","))) if wanted else kept
+    if missing := sorted(set(steps) - set(kept)):
+        raise errors.WorkdirError(
+            f"{run.folder} kept no checkpoint of step {missing[0]}; it has"
+            f" {', '.join(map(str, kept))}"
+        )
+    return steps
 
 
 if __name__ == "__main__":
