@@ -5,11 +5,13 @@ Paths go through `etils.epath`, so a workdir may lie on local disk or object sto
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -53,7 +55,29 @@ def write_with(path: epath.PathLike, write: Callable[[epath.Path], Any]) -> None
 def absolute(path: epath.PathLike) -> epath.Path:
     """The path from the root (Orbax takes no other); remote paths stay as they are."""
     name = os.fspath(path)
-    return epath.Path(name if "://" in name else os.path.abspath(name))
+    return epath.Path(os.path.abspath(name) if is_local(name) else name)
+
+
+def is_local(path: epath.PathLike) -> bool:
+    """Whether a path lies in the file system, not on object storage (`gs://…`)."""
+    return "://" not in os.fspath(path)
+
+
+@contextlib.contextmanager
+def local_folder(path: epath.PathLike) -> Iterator[epath.Path]:
+    """A local folder to fill; on object storage it is uploaded when the block ends."""
+    if is_local(path):
+        yield epath.Path(path)
+        return
+    target = epath.Path(path)
+    with tempfile.TemporaryDirectory(prefix="clusterjax-upload-") as name:
+        yield epath.Path(name)
+        for root, _, names in os.walk(name):
+            for item in names:
+                source = os.path.join(root, item)
+                goal = target / os.path.relpath(source, name)
+                goal.parent.mkdir(parents=True, exist_ok=True)
+                epath.Path(source).copy(goal, overwrite=True)
 
 
 def read_json(path: epath.PathLike) -> Any:

@@ -11,7 +11,8 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -24,8 +25,8 @@ from clusterjax import errors, files
 class Log:
     """Appends lines to `metrics.jsonl`, from the first process only.
 
-    Attributes:
-      history: all lines so far, those of earlier starts included.
+    Nothing is kept in memory. Object storage can't append: there the file grows on
+    local disk and is uploaded whole with every `sync`.
     """
 
     def __init__(self, path: epath.PathLike, last_step: int, tensorboard: str = ""):
@@ -36,23 +37,26 @@ class Log:
           last_step: step of the checkpoint that the run goes on from.
           tensorboard: directory of TensorBoard events, '' for none.
         """
-        self._path = epath.Path(path)
+        self._target = epath.Path(path)
         self._writes = jax.process_index() == 0
-        before = _read(self._path)
-        self.history = [line for line in before if line["step"] <= last_step]
-        if self._writes:
-            text = "".join(_to_line(line) for line in self.history)
-            files.write_text(self._path, text)
-        self._events = _open_events(tensorboard, last_step) if self._writes else None
+        self._local, self._spool = self._target, None
+        self._events = None
+        if not self._writes:
+            return
+        if not files.is_local(path):
+            self._spool = tempfile.TemporaryDirectory(prefix="clusterjax-metrics-")
+            self._local = epath.Path(self._spool.name) / "metrics.jsonl"
+        files.write_with(
+            self._local, lambda new: _copy_lines(self._target, new, last_step)
+        )
+        self._events = _open_events(tensorboard, last_step)
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
         """Appends one line and flushes it."""
-        line = {"step": step, "kind": kind, **values}
-        self.history.append(json.loads(_to_line(line)))
         if not self._writes:
             return
-        with self._path.open("a") as file:
-            file.write(_to_line(line))
+        with self._local.open("a") as file:
+            file.write(_to_line({"step": step, "kind": kind, **values}))
         if self._events is not None:
             for name, value in _scalars(values):
                 self._events.add_scalar(f"{kind}/{name}", value, step)
@@ -60,12 +64,19 @@ class Log:
 
     def sync(self) -> None:
         """Forces the lines to disk, so that they outlive what is saved next."""
-        if self._writes and os.path.exists(self._path):
-            with open(self._path, "rb") as file:
-                os.fsync(file.fileno())
+        if not self._writes:
+            return
+        if self._spool is not None:
+            files.write_bytes(self._target, self._local.read_bytes())
+            return
+        with open(self._local, "rb") as file:
+            os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Closes the TensorBoard events."""
+        """Uploads what is left; closes the TensorBoard events."""
+        if self._spool is not None:
+            self.sync()
+            self._spool.cleanup()
         if self._events is not None:
             self._events.close()
 
@@ -162,16 +173,27 @@ def _open_events(directory: str, last_step: int) -> Any:
     return tensorboardX.SummaryWriter(directory, purge_step=last_step + 1)
 
 
-def _read(path: epath.Path) -> list[dict[str, Any]]:
+def read(path: epath.PathLike) -> list[dict[str, Any]]:
+    """All whole lines of `metrics.jsonl`, [] without the file."""
+    return list(_lines(epath.Path(path)))
+
+
+def _lines(path: epath.Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
-        return []
-    result = []
-    for text in path.read_text().splitlines():
-        try:
-            result.append(json.loads(text))
-        except ValueError:
-            break  # cut short by a crash; all whole lines come before it
-    return result
+        return
+    with path.open("r") as file:
+        for text in file:
+            try:
+                yield json.loads(text)
+            except ValueError:
+                return  # cut short by a crash; all whole lines come before it
+
+
+def _copy_lines(old: epath.Path, new: epath.Path, last_step: int) -> None:
+    with new.open("w") as file:
+        for line in _lines(old):
+            if line["step"] <= last_step:
+                file.write(_to_line(line))
 
 
 def _to_line(line: dict[str, Any]) -> str:

@@ -24,6 +24,8 @@ from clusterjax import (
     datatypes,
     distributed,
     faults,
+    files,
+    metrics,
     models,
     progress,
 )
@@ -138,7 +140,7 @@ def fit(
         trained = _trained(loop, model_cfg.lora)
         if cfg.save_model and part.stop == part.total:
             _save(loop, trained, tokenizer, folder, model_cfg)
-    return _result(loop, trained, first)
+    return _result(loop, trained, first, folder)
 
 
 def _parts(
@@ -155,12 +157,15 @@ def _parts(
     return tmpl, factors, params
 
 
-def _result(loop: loop_lib.Loop, trained: decoder.Decoder, first: int) -> Result:
-    evals = [line for line in loop.log.history if line["kind"] == "eval"]
+def _result(
+    loop: loop_lib.Loop, trained: decoder.Decoder, first: int, folder: epath.Path
+) -> Result:
+    history = metrics.read(folder / "metrics.jsonl")
+    evals = [line for line in history if line["kind"] == "eval"]
     return Result(
         trained,
         loop.state,
-        loop.log.history,
+        history,
         dict(loop.seconds),
         evals[0] if evals else {},
         evals[-1] if evals else {},
@@ -193,14 +198,14 @@ def _save(
     )
     if not distributed.is_primary():
         return
-    if tokenizer is None:
-        checkpoints.save_decoder(model, folder / "model")
-    else:
-        models.save(model, tokenizer, folder / "model")
+    with files.local_folder(folder / "model") as local:
+        if tokenizer is None:
+            checkpoints.save_decoder(model, local)
+        else:
+            models.save(model, tokenizer, local)
     if factors is not None:
-        lora_lib.save(
-            factors, model_cfg.lora, model.config, folder / "adapters", model_cfg.path
-        )
+        with files.local_folder(folder / "adapters") as local:
+            lora_lib.save(factors, model_cfg.lora, model.config, local, model_cfg.path)
     progress.say(f"  model written to {folder / 'model'}")
 
 

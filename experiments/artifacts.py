@@ -25,7 +25,7 @@ def save_features(features: datatypes.GradientFeatures, folder: epath.PathLike) 
 def load_features(folder: epath.PathLike) -> datatypes.GradientFeatures:
     """Reads what `save_features` wrote."""
     folder = epath.Path(folder)
-    values = np.load(folder / "values.npy", mmap_mode="r")
+    values = _read_array(folder / "values.npy")
     fields = _read_fields(folder / "features.npz")
     fields["rejects"] = tuple(datatypes.Reject(**r) for r in fields["rejects"])
     fields["source_names"] = tuple(fields["source_names"])
@@ -41,6 +41,14 @@ def save_clustering(clustering: datatypes.Clustering, folder: epath.PathLike) ->
 def load_clustering(folder: epath.PathLike) -> datatypes.Clustering:
     """Reads what `save_clustering` wrote."""
     return datatypes.Clustering(**_read_fields(epath.Path(folder) / "clusters.npz"))
+
+
+def _read_array(path: epath.Path) -> np.ndarray:
+    """Memory-mapped where it is local."""
+    if files.is_local(path):
+        return np.load(path, mmap_mode="r")
+    with path.open("rb") as file:
+        return np.load(file)
 
 
 def _write_array(path: epath.Path, values: np.ndarray) -> None:

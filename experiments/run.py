@@ -38,6 +38,7 @@ from experiments import (
     command_line,
     feature_pass,
     first_epoch,
+    hosts,
     renewal,
     report,
     saved_run,
@@ -115,6 +116,7 @@ def _load(run: Run) -> None:
             f"{run.corpus.num_examples:,} examples of {run.corpus.num_read:,} rows,"
             f" {len(run.corpus.tokens):,} tokens"
         )
+    hosts.require_same_inputs(config, run.corpus, run.eval_corpus)
     _check_sizes(config, run.corpus)
 
 

@@ -24,6 +24,7 @@ from etils import epath
 
 from clusterjax import config as config_lib
 from clusterjax import errors, files, progress
+from experiments import hosts, lease
 
 RESULT_FREE_GROUPS = ("perf", "report", "stages", "mesh")
 _PACKAGES = (
@@ -54,11 +55,12 @@ def opened(
         it holds a run with another config (the keys that differ are named).
     """
     folder = files.absolute(path)
-    if overwrite and _differences(folder, config):
+    if overwrite and jax.process_index() == 0 and _differences(folder, config):
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         old = folder.parent / f"{folder.name}.old-{stamp}"
         folder.rename(old)
         progress.say(f"moved the earlier run to {old}")
+    hosts.require_same_config(config)  # all processes meet here, after the move
     _check_writable(folder)
     with _locked(folder):
         _check_config(folder, config)
@@ -83,11 +85,14 @@ def _check_writable(folder: epath.Path) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: epath.Path) -> Iterator[None]:
-    # The kernel drops this lock when the process ends, however it ends. Object
-    # storage has no such lock; there the config check is the only guard.
-    if "://" in os.fspath(folder) or jax.process_index() != 0:
+    if jax.process_index() != 0:
         yield
         return
+    if not files.is_local(folder):
+        with lease.held(folder):
+            yield
+        return
+    # The kernel drops this lock when the process ends, however it ends.
     with open(folder / ".lock", "a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
