@@ -3,7 +3,9 @@
     python -m experiments.bench training --model DIR [--peer_python PYTHON]
 
 Both sides train the same decoder (float32, AdamW) on the same examples, in turns, in
-one run, so that whatever else the machine does meets both. Three comparisons:
+one run, so that whatever else the machine does meets both. Processor seconds (of all
+threads) stand beside wall seconds: other work on the machine changes them little. Three
+comparisons:
 
 - the same padded batches: tokens per second, padding included;
 - our packed rows against their padded batches: label tokens per second;
@@ -14,12 +16,11 @@ one run, so that whatever else the machine does meets both. Three comparisons:
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,7 @@ from clusterjax import (
 from clusterjax import input as input_lib
 from clusterjax import mesh as mesh_lib
 from clusterjax import step as step_lib
+from experiments.bench import record
 
 _MODEL = flags.DEFINE_string("model", None, "Hugging Face directory of the decoder.")
 _PEER = flags.DEFINE_string(
@@ -48,13 +50,20 @@ _BATCH = flags.DEFINE_integer("batch_size", 8, "Examples of one step.")
 _LENGTH = flags.DEFINE_integer("max_length", 256, "Longest example, tokens.")
 _STEPS = flags.DEFINE_integer("num_steps", 4, "Different steps.")
 _ROUNDS = flags.DEFINE_integer("num_rounds", 3, "Times that every step is taken.")
-_OUTPUT = flags.DEFINE_string("output", None, "JSON file for the figures.")
+_OUTPUT = flags.DEFINE_string(
+    "output", None, "JSON file for the figures and how they were measured."
+)
 
-# Padded lengths are multiples of this, so that few programs are compiled.
-_PAD = 64
+# As data collators pad: to the longest of the batch, made up to a multiple of 8.
+_PAD = 8
 _RATE = 1e-5
 
-Seconds = Callable[[int], float]  # step → seconds it took
+
+class Seconds(NamedTuple):
+    """Of one step, on the wall and of all threads."""
+
+    wall: float
+    processor: float
 
 
 class Peer:
@@ -70,10 +79,10 @@ class Peer:
         self._send({"batches": batches, "rate": _RATE})
         self.description = self._answer()
 
-    def step(self, index: int) -> float:
-        """Trains on one batch; returns its seconds."""
+    def step(self, index: int) -> Seconds:
+        """Trains on one batch."""
         self._send(index)
-        return float(self._answer())
+        return Seconds(*self._answer())
 
     def close(self) -> None:
         """Ends the process."""
@@ -99,31 +108,33 @@ class Peer:
 class Ours:
     """Our step, compiled for every batch shape; the state goes on from step to step."""
 
-    def __init__(self, model: Any, mesh: jax.sharding.Mesh, plain_mean: bool = False):
+    def __init__(self, model: Any, mesh: jax.sharding.Mesh):
         cfg = config.OptimizerConfig(learning_rate=_RATE, schedule="constant")
         self._mesh = mesh
         self._template, params = step_lib.split(model, mesh=mesh)
         self._tx = optimizer.build(cfg, 1000, self._template.dimensions)
-        copies = jax.tree.map(jnp.copy, params)
-        self._state = datatypes.TrainState(jnp.int32(0), copies, self._tx.init(copies))
-        self._plain_mean = plain_mean
+        self._state = datatypes.TrainState(jnp.int32(0), params, self._tx.init(params))
         self._programs: dict[Any, Any] = {}
 
-    def step(self, batch: datatypes.Batch, label_slots: int) -> float:
-        """Trains on one batch; returns its seconds."""
-        program = self.program(batch, label_slots)
-        begin = time.perf_counter()
+    def step(
+        self, batch: datatypes.Batch, label_slots: int, plain_mean: bool = False
+    ) -> Seconds:
+        """Trains on one batch."""
+        program = self.program(batch, label_slots, plain_mean)
+        begin, worked = time.perf_counter(), time.process_time()
         self._state, out = program(self._state, {}, batch)
         jax.block_until_ready((self._state, out))
-        return time.perf_counter() - begin
+        return Seconds(time.perf_counter() - begin, time.process_time() - worked)
 
-    def program(self, batch: datatypes.Batch, label_slots: int) -> Any:
+    def program(
+        self, batch: datatypes.Batch, label_slots: int, plain_mean: bool = False
+    ) -> Any:
         """The compiled step of a batch shape."""
-        key = (batch.inputs.shape, label_slots)
+        key = (batch.inputs.shape, label_slots, plain_mean)
         if key not in self._programs:
             sizes = step_lib.Sizes(label_slots, config.PerfConfig().vocab_chunk)
             step = step_lib.make_step(self._template, self._tx, self._mesh, sizes)
-            if self._plain_mean:
+            if plain_mean:
                 step = _with_plain_mean(step)
             places = step_lib.shardings(
                 self._template, self._tx, self._state.params, {}, self._mesh
@@ -152,48 +163,102 @@ def measure(
     mesh = mesh_lib.build(config.MeshConfig(), jax.devices()[:1])
     padded = [_padded(corpus, ids) for ids in _batches(corpus, num_steps)]
     packed, packed_slots = _packed(corpus, mesh, num_steps)
-    ours, plain = Ours(model, mesh), Ours(model, mesh, plain_mean=True)
+    ours = Ours(model, mesh)
+    del model  # its arrays are the state now, which every step donates
     peer = Peer(peer_python, model_path, [_for_peer(batch) for batch in padded])
     slots = [int((b.loss_weights != 0).sum()) for b in padded]
     most = -(-max(slots) // 64) * 64
-    times: dict[str, list[float]] = {n: [] for n in ("peer", "ours", "plain", "packed")}
+    times: dict[str, list[Seconds]] = {
+        n: [] for n in ("peer", "ours", "plain", "packed")
+    }
     for current in range(num_rounds + 1):
         for i, batch in enumerate(padded):
             now = {
                 "peer": peer.step(i),
                 "ours": ours.step(batch, most),
-                "plain": plain.step(batch, most),
+                "plain": ours.step(batch, most, plain_mean=True),
                 "packed": ours.step(packed[i], packed_slots),
             }
-            progress.say(f"  round {current}, step {i}: {_seconds(now)}")
+            progress.say(f"  round {current}, step {i}: {_told(now)}")
             if current:  # the first round compiles and warms up
                 for name, seconds in now.items():
                     times[name].append(seconds)
     peer.close()
-    tokens = num_rounds * sum(b.inputs.size for b in padded)
-    labels = num_rounds * int(corpus.num_labels.sum())
-    flops = [p.program(padded[0], most).cost_analysis()["flops"] for p in (ours, plain)]
-    total = {name: sum(seconds) for name, seconds in times.items()}
-    ratios = [a / b for a, b in zip(times["ours"], times["plain"], strict=True)]
+    flops = [
+        ours.program(padded[0], most, plain).cost_analysis()["flops"]
+        for plain in (False, True)
+    ]
     return {
         "peer": peer.description,
-        "jax": jax.__version__,
-        "padded_tokens_per_second": {n: tokens / total[n] for n in ("peer", "ours")},
-        "padded_ratio": total["peer"] / total["ours"],
-        "label_tokens_per_second": {n: labels / total[n] for n in ("peer", "packed")},
-        "packed_ratio": total["peer"] / total["packed"],
+        "tokens": num_rounds * sum(b.inputs.size for b in padded),
+        "labels": num_rounds * int(corpus.num_labels.sum()),
         "weighted_flops_over_plain": flops[0] / flops[1],
-        "weighted_seconds_over_plain": statistics.median(ratios),
-        "seconds": times,
+        **{f"{name}_seconds": seconds for name, seconds in times.items()},
     }
 
 
+def tables(found: dict[str, Any]) -> list[record.Table]:
+    """What documentation shows of the figures."""
+    tokens, labels = found["tokens"], found["labels"]
+    (peer, ours, plain, packed) = (
+        np.array(found[f"{name}_seconds"])
+        for name in ("peer", "ours", "plain", "packed")
+    )
+    wall = {
+        "peer": peer[:, 0].sum(),
+        "ours": ours[:, 0].sum(),
+        "packed": packed[:, 0].sum(),
+    }
+    speeds = [
+        ("PyTorch, padded batches", tokens / wall["peer"], labels / wall["peer"]),
+        ("ours, the same batches", tokens / wall["ours"], labels / wall["ours"]),
+        ("ours, packed rows", None, labels / wall["packed"]),
+    ]
+    ratios = [
+        ("tokens/s, same padded batches, over PyTorch's", *_sums(peer, ours)),
+        ("label tokens/s, packed over PyTorch's padded", *_sums(peer, packed)),
+        ("step with weights over plain mean: time", *_medians(ours, plain)),
+        (
+            "step with weights over plain mean: FLOPs",
+            found["weighted_flops_over_plain"],
+            None,
+        ),
+    ]
+    return [
+        record.Table(
+            "speed", ("", "tokens per second", "label tokens per second"), speeds
+        ),
+        record.Table(
+            "ratios", ("ratio", "by wall clock", "by processor seconds"), ratios
+        ),
+    ]
+
+
+def _sums(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+    """Ratio of the total seconds, [steps, 2] each."""
+    wall, processor = a.sum(0) / b.sum(0)
+    return float(wall), float(processor)
+
+
+def _medians(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+    """Median over steps of the ratio of seconds, [steps, 2] each."""
+    wall, processor = np.median(a / b, axis=0)
+    return float(wall), float(processor)
+
+
 def _corpus(tokenizer: Any, count: int) -> datatypes.Corpus:
-    source = config.SourceConfig(path="builtin:stdlib_functions", max_examples=count)
-    cfg = config.DataConfig(sources=(source,), max_length=_LENGTH.value)
-    corpus = data.load(cfg, tokenizer)
-    if corpus.num_examples < count:
-        raise SystemExit(f"only {corpus.num_examples} of {count} examples; fewer steps")
+    """The first `count` usable examples; rows without a label are passed over."""
+    num_rows, missing = 0, count
+    while missing > 0:
+        num_rows += missing
+        source = config.SourceConfig(
+            path="builtin:stdlib_functions", max_examples=num_rows
+        )
+        cfg = config.DataConfig(sources=(source,), max_length=_LENGTH.value)
+        corpus = data.load(cfg, tokenizer)
+        missing = count - corpus.num_examples
+        if corpus.num_read < num_rows:
+            raise SystemExit(f"only {corpus.num_examples} examples; fewer steps")
     return corpus
 
 
@@ -247,8 +312,11 @@ def _for_peer(batch: datatypes.Batch) -> dict[str, Any]:
     }
 
 
-def _seconds(times: dict[str, float]) -> str:
-    return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in times.items())
+def _told(times: dict[str, Seconds]) -> str:
+    return ", ".join(
+        f"{name} {seconds.wall:.2f} s ({seconds.processor:.2f} of processors)"
+        for name, seconds in times.items()
+    )
 
 
 def main(argv: Sequence[str]) -> None:
@@ -257,11 +325,15 @@ def main(argv: Sequence[str]) -> None:
     if not _MODEL.value:
         raise SystemExit("--model DIR is needed: a Hugging Face directory")
     found = measure(_MODEL.value, _PEER.value, _STEPS.value, _ROUNDS.value)
+    for table in tables(found):
+        progress.say(" | ".join(table.heads))
+        for row in table.texts():
+            progress.say(" | ".join(row))
     if _OUTPUT.value:
-        with open(_OUTPUT.value, "w") as file:
-            json.dump(found, file, indent=2)
-    found.pop("seconds")
-    progress.say(json.dumps(found, indent=2))
+        peer = dict(item.split(" ", 1) for item in found["peer"].split(", ")[:2])
+        record.write(
+            _OUTPUT.value, "training", tables(found), details=found, versions=peer
+        )
 
 
 if __name__ == "__main__":
