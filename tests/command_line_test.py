@@ -58,3 +58,18 @@ def test_mistakes_end_with_code_2_and_no_traceback(arguments, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_profile_steps_flag(monkeypatch):
+    monkeypatch.setattr(command_line, "CONFIG", _Flag(config_lib.default()))
+    monkeypatch.setattr(command_line, "PROFILE_STEPS", _Flag(None))
+    assert command_line.resolved_config().report.profile_steps == ""
+    monkeypatch.setattr(command_line, "PROFILE_STEPS", _Flag("10:15"))
+    assert command_line.resolved_config().report.profile_steps == "10:15"
+
+
+class _Flag:
+    """A flag with a value."""
+
+    def __init__(self, value):
+        self.value = value

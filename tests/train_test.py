@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import struct
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import training_cases
 from flax import nnx
+from tensorboardX.proto import event_pb2
 
 from clusterjax import config, diagnostics, errors, evaluate, train
 from clusterjax import input as input_lib
@@ -249,6 +251,25 @@ def test_profile_steps_of_another_form_are_refused(make_mesh, tmp_path):
 
 def test_profile_and_tensorboard_files_are_written(make_mesh, tmp_path):
     report = config.ReportConfig(profile_steps="2:2", tensorboard=True)
-    _fit(make_mesh(1), tmp_path, report=report)
+    found = _fit(make_mesh(1), tmp_path, report=report)
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
-    assert list((tmp_path / "tensorboard").glob("events.out.*"))
+    (path,) = (tmp_path / "tensorboard").glob("events.out.*")
+    values = dict(_events(path.read_bytes()))
+    lines = [line for line in found.history if line["kind"] == "train"]
+    for line in lines:
+        for name in ("loss", "grad_norm", "lr", "tokens"):
+            assert values[f"train/{name}", line["step"]] == np.float32(line[name])
+    losses = lines[-1]["clusters"]
+    for cluster, part in losses.items():
+        key = f"train/clusters/{cluster}/loss", lines[-1]["step"]
+        assert values[key] == np.float32(part["loss"])
+
+
+def _events(content):
+    """((tag, step), value) of the records of an events file."""
+    while content:
+        (size,) = struct.unpack("<Q", content[:8])
+        event = event_pb2.Event.FromString(content[12 : 12 + size])
+        for value in event.summary.value:
+            yield (value.tag, event.step), value.simple_value
+        content = content[16 + size :]

@@ -106,7 +106,12 @@ def outcome(folder: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def survive(folder: pathlib.Path, devices: int, kind: str) -> list[dict[str, Any]]:
+def survive(
+    folder: pathlib.Path,
+    devices: int,
+    kind: str,
+    moments: Sequence[str] = MOMENTS,
+) -> list[dict[str, Any]]:
     """Runs both; returns a row for every blow.
 
     Raises:
@@ -116,7 +121,7 @@ def survive(folder: pathlib.Path, devices: int, kind: str) -> list[dict[str, Any
     assert code == 0, said
     rows = []
     killed = command(folder / "killed", devices)
-    for moment in MOMENTS:
+    for moment in moments:
         code, said = start(killed, f"{moment}:{kind}")
         rows.append({"moment": moment, "code": code, "fell": _where(said)})
         print(_row(rows[-1]), flush=True)
