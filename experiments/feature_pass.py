@@ -9,7 +9,17 @@ import jax
 import numpy as np
 from etils import epath
 
-from clusterjax import clustering, data, datatypes, features, models, selection, subset
+from clusterjax import (
+    clustering,
+    data,
+    datatypes,
+    errors,
+    features,
+    models,
+    selection,
+    step,
+    subset,
+)
 from clusterjax import config as config_lib
 from clusterjax.features import agreement
 
@@ -25,11 +35,20 @@ def compute(
 
     A smaller model has its own tokenizer: the texts are read again with it, and the
     features are mapped back by uid.
+
+    Raises:
+      errors.ConfigError: settings that can't work together.
     """
     store = config.features.store_dir or folder / "store"
     if not config.features.model:
         return features.compute(
-            model, corpus, config.features, mesh, perf=config.perf, directory=store
+            model,
+            corpus,
+            config.features,
+            mesh,
+            perf=config.perf,
+            directory=store,
+            **adapters(model, config),
         )
     tokenizer, smaller = models.load(
         config.features.model,
@@ -39,9 +58,38 @@ def compute(
     )
     texts = data.load(config.data, tokenizer, directory=folder / "data")
     found = features.compute(
-        smaller, texts, config.features, mesh, perf=config.perf, directory=store
+        smaller,
+        texts,
+        config.features,
+        mesh,
+        perf=config.perf,
+        directory=store,
+        **adapters(smaller, config),
     )
     return features.align(found, corpus)
+
+
+def adapters(model: Any, config: config_lib.Config) -> dict[str, Any]:
+    """LoRA factors for `features.compute` where `per_example` looks at adapters.
+
+    They are those that training starts from. Their B is zero, so the model is the plain
+    one for the other kinds, which look at the matrices themselves.
+
+    Raises:
+      errors.ConfigError: the features of adapters are to be renewed on the way.
+    """
+    cfg = config.model.lora
+    if not cfg.rank or config.features.kind != "per_example":
+        return {}
+    if config.selection.refresh_every:
+        raise errors.ConfigError(
+            "features.kind='per_example' with model.lora.rank looks at the adapters"
+            " that training starts from, and selection.refresh_every asks for features"
+            " of trained ones: leave it out, or choose features.kind='probe'"
+        )
+    template = step.template(model.config)
+    _, factors = step.with_lora(template, cfg)
+    return {"factors": step.lora_factors(factors), "lora_config": cfg}
 
 
 def figures(
@@ -64,6 +112,7 @@ def figures(
             config.features,
             mesh,
             perf=config.perf,
+            **adapters(model, config),
             cluster=lambda some: _clusters(some, config, mesh).cluster_id,
             keep=lambda some: _kept(some, config, mesh),
         )

@@ -136,11 +136,19 @@ def feature_step(
     arrays = abstract_arrays(model_config, mesh, config.mesh)
     model = checkpoints.assemble(model_config, arrays, mesh)
     state = model_state.split(
-        model, cfg.compute_dtype, perf.remat, cfg.num_layers, mesh=mesh
+        model,
+        cfg.compute_dtype,
+        extractors.remat(cfg, perf),
+        cfg.num_layers,
+        mesh=mesh,
     )
     extractor = extractors.Extractor(state, cfg, perf, mesh)
-    per_shard = max(perf.feature_batch_tokens // length, 1)
-    shape = (per_shard * extractor.shards, length)
+    bucket = batches.in_turns(
+        length,
+        max(perf.feature_batch_tokens // length, 1),
+        perf.feature_turn_tokens if cfg.kind == "probe" else perf.feature_batch_tokens,
+    )
+    shape = (bucket.rows * extractor.shards, length)
     row = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=mesh_lib.rows(mesh))
     row_labels = max(int(np.ceil(length * label_share)), 1)
     begin = time.monotonic()
@@ -148,8 +156,12 @@ def feature_step(
         lambda: extractor.programs(
             state.params,
             batches.Rows(row, row, row),
-            row_labels * per_shard,
-            row_labels,
+            batches.Sizes(
+                shard=row_labels * bucket.rows,
+                row=row_labels,
+                turns=bucket.turns,
+                turn=row_labels * (bucket.rows // bucket.turns),
+            ),
         )
     )
     seconds = (time.monotonic() - begin) / len(found)

@@ -57,6 +57,25 @@ def test_one_segment_a_row_needs_no_ids():
     )
 
 
+@pytest.mark.parametrize("window", [None, 50, 129])
+@pytest.mark.parametrize("length", [129, 300, 1300])
+def test_blocks_of_queries_change_nothing(length, window):
+    """Long rows are worked through in blocks: values and gradients stay."""
+    q, k, v = draw(1, length, 2, 1, 4)
+    segment_ids = jnp.asarray(np.repeat([1, 2, 0], [length - 60, 50, 10])[None])
+    mask = attention.visible(length, segment_ids, window)
+    pull = jax.random.normal(jax.random.key(7), q.shape)
+
+    def both(attend):
+        value, back = jax.vjp(attend, q, k, v)
+        return value, *back(pull)
+
+    found = jax.jit(lambda: both(lambda *x: attention.attend(*x, segment_ids, window)))
+    want = jax.jit(lambda: both(lambda *x: attention._masked(*x, mask)))
+    for a, b in zip(found(), want(), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6 * np.abs(b).max())
+
+
 def test_positions_restart_in_every_segment():
     found = attention.positions_from_segments(jnp.asarray(SEGMENTS))
     want = [

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from clusterjax import clustering, config, data, features, models
-from clusterjax.models import checkpoints
+from clusterjax import clustering, config, data, errors, features, models
+from clusterjax.models import checkpoints, lora
 from experiments import feature_pass
 
 SOURCE = config.SourceConfig(path="builtin:skills", max_examples=60)
@@ -62,3 +62,35 @@ def test_another_model_makes_the_features(inputs, make_mesh, tmp_path):
     here = features.compute(model, corpus, config.FeaturesConfig(), perf=settings.perf)
     np.testing.assert_array_equal(there.uid, here.uid)
     np.testing.assert_allclose(there.values, here.values, atol=1e-5)
+
+
+def test_adapters_give_the_features_when_they_are_what_is_trained(
+    inputs, make_mesh, tmp_path
+):
+    model, corpus, settings = inputs
+    some = features.take(corpus, np.arange(12))
+    trained = config.LoraConfig(rank=2, targets=("q", "down"))
+    changed = dataclasses.replace(
+        settings,
+        model=dataclasses.replace(settings.model, lora=trained),
+        features=config.FeaturesConfig(kind="per_example", dim=64),
+    )
+    mesh = make_mesh(1)
+    found = feature_pass.compute(model, some, changed, mesh, tmp_path)
+    factors = lora.initialize(model.config, trained, jax.random.key(0))
+    expected = features.compute(
+        model,
+        some,
+        changed.features,
+        perf=settings.perf,
+        factors=factors,
+        lora_config=trained,
+    )
+    np.testing.assert_allclose(found.values, expected.values, atol=1e-5)
+    plain = features.compute(model, some, changed.features, perf=settings.perf)
+    assert np.abs(found.values - plain.values).max() > 0.05
+    renewed = dataclasses.replace(
+        changed, selection=config.SelectionConfig(refresh_every=5)
+    )
+    with pytest.raises(errors.ConfigError, match="refresh_every"):
+        feature_pass.compute(model, some, renewed, mesh, tmp_path / "b")

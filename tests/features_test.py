@@ -5,13 +5,21 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import feature_cases as cases
 import numpy as np
 import pytest
 
 from clusterjax import config, errors, features
-from clusterjax.features import agreement, batches, diagnostics, extractors, model_state
+from clusterjax.features import (
+    agreement,
+    batches,
+    diagnostics,
+    extraction,
+    extractors,
+    model_state,
+)
 
 PERF = config.PerfConfig(feature_buckets=1, vocab_chunk=64)
 KINDS = {
@@ -76,6 +84,7 @@ def test_features_do_not_depend_on_the_batch(model, corpus, alone, kind):
         feature_buckets=2,
         feature_block=7,
         feature_micro_batch=3,
+        feature_turn_tokens=90,
         vocab_chunk=40,
     )
     cfg = dataclasses.replace(KINDS[kind], block_size=100)
@@ -108,7 +117,7 @@ def test_every_kind_on_every_mesh(make_mesh, model, corpus, alone, kind, shape):
 
 def on_mesh(make_mesh, model, corpus, alone, kind, shape):
     mesh = make_mesh(*shape)
-    perf = config.PerfConfig(feature_buckets=1, vocab_chunk=64)
+    perf = config.PerfConfig(feature_buckets=1, vocab_chunk=64, feature_turn_tokens=40)
     found = features.compute(
         cases.sharded(model, mesh), corpus, KINDS[kind], mesh, perf=perf
     )
@@ -130,6 +139,76 @@ def test_label_slots_hold_all_labels():
         assert len(sizes) <= 8
         for labels in range(positions + 1):
             assert labels <= batches._slots(labels, positions) <= positions
+
+
+def test_turns_take_every_row_once(rng):
+    rows = rng.integers(0, 9, (24, 5))
+    for shards, turns in ((1, 1), (1, 4), (2, 3), (4, 6)):
+        split = batches.by_turn(rows, shards, turns)
+        assert split.shape == (turns, 24 // turns, 5)
+        np.testing.assert_array_equal(batches.from_turns(split, shards), rows)
+        # A shard keeps its rows: nothing crosses the network.
+        of_shard = split.reshape(turns, shards, -1, 5)[:, 0].reshape(-1, 5)
+        first = rows[: 24 // shards]
+        assert sorted(map(tuple, of_shard)) == sorted(map(tuple, first))
+
+
+def test_turns_are_of_the_wanted_size():
+    for length in (16, 100, 512):
+        for rows in range(1, 40):
+            bucket = batches.in_turns(length, rows, 1024)
+            size = bucket.rows // bucket.turns
+            assert bucket.rows == size * bucket.turns >= rows
+            assert bucket.rows - rows < size
+            assert size * length <= 1024
+            if bucket.turns > 1:
+                assert size > 1024 // length // 2
+    assert batches.in_turns(512, 7, 100) == batches.Bucket(512, 7, 7)
+
+
+class Started(Exception):
+    """A step would run now."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_predicted_before_the_first_step(
+    model, corpus, kind, monkeypatch, capsys
+):
+    # CASES 15: what a pass will need is printed first, for every kind.
+    predicted = []
+    honest = extractors.Extractor.programs
+
+    def note(self, *arguments):
+        programs = honest(self, *arguments)
+        predicted.append(self.memory)
+        return programs
+
+    def start(self, params, rows, sizes):
+        raise Started
+
+    monkeypatch.setattr(extractors.Extractor, "programs", note)
+    monkeypatch.setattr(extractors.Extractor, "__call__", start)
+    with pytest.raises(Started):
+        features.compute(model, corpus, KINDS[kind], perf=PERF)
+    (memory,) = predicted
+    text = capsys.readouterr().out
+    assert f"predicted peak {memory.peak / 2**30:.2f} GiB" in text
+    blocks = [
+        array.nbytes
+        for path, array in model_state.split(model).params.flat().items()
+        if path[0] == "blocks"
+    ]
+    assert memory.arguments > sum(blocks)
+    assert memory.temporaries > 0
+    assert memory.peak == memory.arguments + memory.temporaries + memory.outputs
+
+
+def test_a_pass_that_cannot_fit_stops():
+    limit = {"bytes_limit": 10 * 2**30}
+    extraction._check_memory("probe", 9 * 2**30, limit)
+    extraction._check_memory("probe", 99 * 2**30, None)
+    with pytest.raises(errors.UserError, match=r"11.0 GiB.*10.0.*feature_turn_tokens"):
+        extraction._check_memory("probe", 11 * 2**30, limit)
 
 
 def test_examples_without_labels_or_direction_are_listed(model):
@@ -205,7 +284,7 @@ def test_each_shape_is_compiled_once(model, corpus):
     extractor = extractors.Extractor(state, cfg, perf, None)
     rows = extractors.empty_rows(batches.Bucket(32, 4), 1)
     for _ in range(3):
-        extractor(state.params, rows, 64, 16)
+        extractor(state.params, rows, batches.Sizes(64, 16, 1, 64))
     assert extractor.num_programs == 2  # the body and the output layer
 
 
@@ -256,41 +335,68 @@ def test_only_new_rows_cost(model, corpus, alone, tmp_path, monkeypatch):
 
 
 KILLED = """
-import sys
+import sys, time
 sys.path.insert(0, sys.argv[2])
+inside = int(sys.argv[3])
 import jax, numpy as np
 import feature_cases as cases
 from clusterjax import config, features
 from clusterjax.features import store
-honest = store.Store.write
+writes = 0
+class Slow:  # stops half-way through the rows, in the write that is told to
+    def __init__(self, file): self.file = file
+    def __getattr__(self, name): return getattr(self.file, name)
+    def write(self, part):
+        if writes == inside and len(part) > 500:
+            self.file.write(part[: len(part) // 2])
+            self.file.flush()
+            print("inside", flush=True)
+            time.sleep(600)
+        return self.file.write(part)
+    def __enter__(self): return self
+    def __exit__(self, *_): self.file.close()
+plain, honest = store.open_new, store.Store.write
+store.open_new = lambda path: Slow(plain(path))
 def write(self, block):
+    global writes
     honest(self, block)
+    writes += 1
     print("block", flush=True)
 store.Store.write = write
-corpus = cases.random_corpus(np.random.default_rng(3), 60, 96, longest=40)
-perf = config.PerfConfig(feature_buckets=2, feature_block=8, feature_batch_tokens=64)
+corpus = cases.random_corpus(np.random.default_rng(3), 96, 96, longest=40)
+perf = config.PerfConfig(feature_buckets=2, feature_block=6, feature_batch_tokens=64)
+print("ready", flush=True)
 features.compute(cases.tiny_model(num_layers=1), corpus, config.FeaturesConfig(),
                  perf=perf, directory=sys.argv[1])
 """
 
 
 @pytest.mark.slow
-def test_a_killed_pass_resumes_to_the_same_bits(tmp_path):
-    def start(folder):
+def test_a_killed_pass_resumes_to_the_same_bits(tmp_path, rng):
+    """kill -9 at ten random moments, three of them inside a write."""
+
+    def start(folder, inside=-1):
         tests = os.path.dirname(__file__)
         return subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(folder), tests],
+            [sys.executable, "-c", KILLED, str(folder), tests, str(inside)],
             stdout=subprocess.PIPE,
             env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)),
             text=True,
         )
 
+    def wait_for(process, word):
+        while word not in process.stdout.readline():
+            assert process.poll() is None
+
     assert start(tmp_path / "calm").wait() == 0
-    for blocks in (1, 2, 3):
-        process = start(tmp_path / "wild")
-        for _ in range(blocks):
-            while "block" not in process.stdout.readline():
-                pass
+    for kill in range(10):
+        if kill in (1, 4, 7):
+            process = start(tmp_path / "wild", inside=kill % 2)
+            wait_for(process, "inside")
+        else:
+            process = start(tmp_path / "wild")
+            wait_for(process, ("ready", "block")[kill % 2])
+            time.sleep(rng.uniform(0, 0.1))
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert start(tmp_path / "wild").wait() == 0

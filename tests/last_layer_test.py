@@ -122,7 +122,7 @@ def step_memory(kind, vocab):
     perf = config.PerfConfig(vocab_chunk=2048)
     extractor = extractors.Extractor(state, cfg, perf, None)
     rows = extractors.empty_rows(batches.Bucket(64, 8), 1)
-    extractor(state.params, rows, 256, 32)
+    extractor(state.params, rows, batches.Sizes(256, 32, 1, 256))
     return extractor.memory.temporaries
 
 

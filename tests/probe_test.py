@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from clusterjax import config, errors, features
-from clusterjax.features import model_state, probe, projection
+from clusterjax.features import batches, extractors, model_state, probe, projection
 from clusterjax.models import decoder
 
 PERF = config.PerfConfig(feature_buckets=1, vocab_chunk=64)
@@ -93,6 +93,32 @@ def test_reference_gradient_of_one_matrix(name):
     gradient_NIO = expected["grad_layer1_q_proj"].transpose(0, 2, 1)
     oracle = kronecker(found, found.sites[0], 1, gradient_NIO)
     cases.assert_same_features(features.raw(feats), oracle[feats.example_id])
+
+
+def test_blocks_below_the_lowest_chosen_one_have_no_backward_pass(rng):
+    model = cases.tiny_model(num_layers=8)
+    corpus = cases.random_corpus(rng, 6, 96)
+    whole = config.FeaturesConfig(kind="probe", k_in=4, k_out=3)
+    some = config.FeaturesConfig(kind="probe", k_in=4, k_out=3, layers=(7, 5))
+    found = probe.build(model_state.split(model), whole)
+    raw_ND = features.raw(features.compute(model, corpus, whole, perf=PERF))
+    parts = raw_ND.reshape(6, len(found.sites), 8, 12)[:, :, [5, 7]]
+    upper = features.compute(model, corpus, some, perf=PERF)
+    cases.assert_same_features(features.raw(upper), parts.reshape(6, -1))
+
+    def step(cfg):
+        state = model_state.split(model, remat="dots")
+        extractor = extractors.Extractor(state, cfg, PERF, None)
+        rows = extractors.empty_rows(batches.Bucket(64, 64), 1)
+        sizes = batches.Sizes(512, 8, 1, 512)
+        (program,) = extractor.programs(state.params, rows, sizes)
+        return extractor.memory.temporaries, program.as_text().count(" while(")
+
+    (all_bytes, all_loops), (few_bytes, few_loops) = step(whole), step(some)
+    # What a backward pass needs of a block is kept for three of them instead of eight,
+    # and the five lowest blocks are one more loop: forward only.
+    assert few_bytes < 0.6 * all_bytes
+    assert few_loops == all_loops + 1
 
 
 def test_packed_rows_give_the_same_probes(rng):

@@ -88,6 +88,56 @@ def test_damaged_block_is_named_and_set_aside(tmp_path, rng, capsys):
     assert (tmp_path / (name + ".damaged")).exists()
 
 
+@pytest.fixture
+def bucket(monkeypatch):
+    """Object storage in memory, behind the library that remote paths go through."""
+    pytest.importorskip("fsspec")
+    from etils.epath import backend
+    from fsspec.implementations import memory
+
+    class Objects(memory.MemoryFileSystem):
+        protocol = ("gs", "gcs")
+        cachable = False
+        store, pseudo_dirs = {}, [""]
+
+        @classmethod
+        def _strip_protocol(cls, path):
+            return "/" + str(path).removeprefix("gs://").strip("/")
+
+    objects = Objects()
+    monkeypatch.setattr(
+        type(backend.fsspec_backend), "_get_filesystem", lambda self, name: objects
+    )
+    return objects
+
+
+def test_remote_store_is_the_same_store(tmp_path, rng, bucket, capsys):
+    blocks = [block(rng), block(rng, 5, first=100)]
+    local, remote = store.Store(tmp_path, 6), store.Store("gs://bucket/features", 6)
+    for each in blocks:
+        local.write(each)
+        remote.write(each)
+    # The same bytes under the same names, and nothing left over.
+    found = {path.rsplit("/", 1)[1]: bucket.cat(path) for path in bucket.store}
+    assert found == contents(tmp_path)
+    again = store.Store("gs://bucket/features", 6)
+    key = np.array([[102, 7], [3, 7]], np.uint64)
+    values = store.assemble(again, key, 6, None)
+    expected = np.stack([blocks[1].unit_ND[2], blocks[0].unit_ND[3]])
+    np.testing.assert_array_equal(values, expected)
+    # A flipped byte is found there as well, and the block is set aside.
+    name = again.blocks[0].name
+    path = f"/bucket/features/{name}"
+    content = bytearray(bucket.cat(path))
+    content[-40] ^= 1
+    bucket.pipe(path, bytes(content))
+    damaged = store.Store("gs://bucket/features", 6)
+    assert damaged.damaged == [name]
+    assert len(damaged.blocks) == 1
+    assert bucket.exists(path + ".damaged") and not bucket.exists(path)
+    assert name in capsys.readouterr().out
+
+
 def test_other_width_is_refused(tmp_path, rng):
     store.Store(tmp_path, 6).write(block(rng))
     with pytest.raises(errors.DataError, match="width 6"):

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from clusterjax import config as config_lib
 from clusterjax import datatypes, files
 from clusterjax.features import diagnostics, extraction
-from clusterjax.models import decoder
+from clusterjax.models import decoder, lora
 
 # Features → cluster labels [n]; features → kept uids. The stages never import one
 # another, so whoever knows both hands these in.
@@ -54,6 +54,8 @@ def measure(
     mesh: Mesh | None = None,
     *,
     perf: config_lib.PerfConfig | None = None,
+    factors: lora.Factors | None = None,
+    lora_config: config_lib.LoraConfig | None = None,
     cluster: Cluster | None = None,
     keep: Keep | None = None,
 ) -> Agreement:
@@ -64,12 +66,18 @@ def measure(
       corpus: of the full model's tokenizer.
       cheap: features from the cheaper pass, of examples with the same uids.
       cfg: settings of the cheaper pass.
-      mesh, perf: as in `features.compute`.
+      mesh, perf, factors, lora_config: as in `features.compute`.
       cluster, keep: what the features are for, to compare its outcome as well.
     """
     chosen = sample(corpus.num_examples, cfg.agreement_sample, cfg.seed)
     full = extraction.compute(
-        model, take(corpus, chosen), full_settings(cfg), mesh, perf=perf
+        model,
+        take(corpus, chosen),
+        full_settings(cfg),
+        mesh,
+        perf=perf,
+        factors=factors,
+        lora_config=lora_config,
     )
     return compare(full, cheap, cluster, keep)
 

@@ -49,10 +49,29 @@ class Bucket:
     Attributes:
       length: T, positions of a row.
       rows: rows of each shard.
+      turns: equal groups of a shard's rows that a backward pass takes one after
+        another; divides `rows`.
     """
 
     length: int
     rows: int
+    turns: int = 1
+
+
+class Sizes(NamedTuple):
+    """Static sizes of a batch's step.
+
+    Attributes:
+      shard: label slots of a shard.
+      row: label slots of a row.
+      turns: groups of rows taken one after another (`Bucket.turns`).
+      turn: label slots of a shard's rows in one turn.
+    """
+
+    shard: int
+    row: int
+    turns: int
+    turn: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +157,11 @@ def choose_lengths(lengths: np.ndarray, num_buckets: int) -> list[int]:
 
 
 def choose_buckets(
-    lengths: np.ndarray, num_buckets: int, batch_tokens: int, num_shards: int
+    lengths: np.ndarray,
+    num_buckets: int,
+    batch_tokens: int,
+    num_shards: int,
+    turn_tokens: int | None = None,
 ) -> list[Bucket]:
     """Shapes for examples of these lengths.
 
@@ -147,6 +170,8 @@ def choose_buckets(
       num_buckets: most different lengths.
       batch_tokens: positions of a shard's batch, at most (one row at least).
       num_shards: R; a bucket with few examples gets no more rows than they need.
+      turn_tokens: positions of a shard's turn, at most (one row at least); None: all
+        rows at once.
     """
     result = []
     ends = choose_lengths(lengths, num_buckets)
@@ -154,9 +179,40 @@ def choose_buckets(
         count = int(np.sum((lengths > shorter) & (lengths <= length)))
         if shorter == 0:
             count += int(np.sum(lengths == 0))
-        rows = min(max(batch_tokens // length, 1), max(-(-count // num_shards), 1))
-        result.append(Bucket(length, rows))
+        needed = max(-(-count // num_shards), 1)
+        rows = min(max(batch_tokens // length, 1), needed)
+        result.append(in_turns(length, rows, turn_tokens or batch_tokens))
     return result
+
+
+def in_turns(length: int, rows: int, turn_tokens: int) -> Bucket:
+    """A bucket of so many rows, or a few more, in equal turns.
+
+    Turns are between half and all of `turn_tokens`: the size that leaves the fewest
+    rows empty, and of these the largest.
+    """
+    most = min(max(turn_tokens // length, 1), rows)
+    sizes = range(most, most // 2, -1)
+    size = min(sizes, key=lambda size: -(-rows // size) * size)
+    turns = -(-rows // size)
+    return Bucket(length, turns * size, turns)
+
+
+def by_turn(array: Any, shards: int, turns: int) -> Any:
+    """[R · rows, ...] → [turns, R · rows / turns, ...]; row r is in turn r mod turns.
+
+    Neighbours are alike in labels, so every turn gets a fair mixture of them.
+    """
+    split = array.reshape(shards, -1, turns, *array.shape[1:])
+    split = split.transpose(2, 0, 1, *range(3, split.ndim))
+    return split.reshape(turns, -1, *array.shape[1:])
+
+
+def from_turns(array: Any, shards: int) -> Any:
+    """The inverse of `by_turn`."""
+    split = array.reshape(array.shape[0], shards, -1, *array.shape[2:])
+    split = split.transpose(1, 2, 0, *range(3, split.ndim))
+    return split.reshape(-1, *array.shape[2:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,14 +222,12 @@ class Plan:
     Attributes:
       bucket: of each batch.
       example_id: of each batch, int64 [R · rows], −1 = an empty row.
-      size: of each batch, label slots of a shard.
-      row_size: of each batch, label slots of a row.
+      sizes: of each batch.
     """
 
     bucket: list[Bucket]
     example_id: list[np.ndarray]
-    size: list[int]
-    row_size: list[int]
+    sizes: list[Sizes]
 
     def padding(self, lengths: np.ndarray) -> float:
         """Share of all positions that hold no token."""
@@ -203,7 +257,7 @@ def plan_batches(
     example_id: np.ndarray, where: Windows, buckets: list[Bucket], num_shards: int
 ) -> Plan:
     """Cuts examples, already in `order`, into batches of one bucket each."""
-    result = Plan([], [], [], [])
+    result = Plan([], [], [])
     index = bucket_of(where.length[example_id] - 1, buckets)
     for b, bucket in enumerate(buckets):
         members = example_id[index == b]
@@ -215,12 +269,23 @@ def plan_batches(
             # Dealt out in turn: shards are alike in rows and in labels.
             batch = batch.reshape(bucket.rows, num_shards).T.reshape(-1)
             labels = np.where(batch >= 0, where.num_labels[batch], 0)
-            most = int(labels.reshape(num_shards, -1).sum(axis=1).max())
             result.bucket.append(bucket)
             result.example_id.append(batch)
-            result.size.append(_slots(most, bucket.rows * bucket.length))
-            result.row_size.append(_slots(int(labels.max()), bucket.length))
+            result.sizes.append(_sizes(labels, bucket, num_shards))
     return result
+
+
+def _sizes(labels: np.ndarray, bucket: Bucket, num_shards: int) -> Sizes:
+    """Sizes for rows with so many labels, int [R · rows]."""
+    positions, turns = bucket.rows * bucket.length, bucket.turns
+    in_shard = labels.reshape(num_shards, -1).sum(axis=1)
+    in_turn = by_turn(labels, num_shards, turns).reshape(turns, num_shards, -1)
+    return Sizes(
+        shard=_slots(int(in_shard.max()), positions),
+        row=_slots(int(labels.max()), bucket.length),
+        turns=turns,
+        turn=_slots(int(in_turn.sum(axis=2).max()), positions // turns),
+    )
 
 
 def _slots(labels: int, positions: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -94,11 +93,9 @@ class Pass:
         )
         plan = self.plan(example_id)
         pending: collections.deque = collections.deque()
-        for bucket, ids, *sizes in zip(
-            plan.bucket, plan.example_id, plan.size, plan.row_size
-        ):
+        for bucket, ids, sizes in zip(plan.bucket, plan.example_id, plan.sizes):
             rows = put(batches.fill(self.corpus, self.where, ids, bucket), self.mesh)
-            pending.append((ids, self.extractor(self.params, rows, *sizes)))
+            pending.append((ids, self.extractor(self.params, rows, sizes)))
             while len(pending) >= limit:
                 yield from _fetch(*pending.popleft())
         while pending:
@@ -140,7 +137,13 @@ def compute(
     """
     perf = perf or config_lib.PerfConfig()
     state = model_state.split(
-        model, cfg.compute_dtype, perf.remat, cfg.num_layers, factors, lora_config, mesh
+        model,
+        cfg.compute_dtype,
+        extractors.remat(cfg, perf),
+        cfg.num_layers,
+        factors,
+        lora_config,
+        mesh,
     )
     where = batches.windows(corpus, cfg.max_tokens)
     candidates = np.flatnonzero(where.num_labels > 0)
@@ -159,6 +162,7 @@ def compute(
         perf.feature_buckets,
         perf.feature_batch_tokens,
         extractor.shards,
+        perf.feature_turn_tokens if cfg.kind == "probe" else None,
     )
     work = Pass(extractor, state.params, corpus, where, buckets, mesh, perf)
     model_fingerprint = model_state.fingerprint(state)
@@ -170,7 +174,7 @@ def compute(
         )
     _complete(work, cfg, kept, candidates)
     path = None
-    if directory is not None and "://" not in os.fspath(directory):
+    if directory is not None and files.is_local(directory):
         path = epath.Path(directory) / settings / "values"
     return _finish(work, cfg, kept, model_fingerprint, path)
 
@@ -254,12 +258,16 @@ def _compute_block(work: Pass, ids: np.ndarray, advance: Any) -> store.Block | N
 def _announce(
     work: Pass, cfg: config_lib.FeaturesConfig, missing: np.ndarray, total: int
 ) -> None:
-    """Compiles the largest step and prints size, padding and predicted memory."""
+    """Compiles the largest step and prints size, padding and predicted memory.
+
+    Raises:
+      errors.UserError: the step needs more memory than the device has.
+    """
     extractor = work.extractor
     plan = work.plan(batches.order(missing, work.where, work.buckets))
     i = extractors.largest(plan)
     empty = put(extractors.empty_rows(plan.bucket[i], extractor.shards), work.mesh)
-    jax.block_until_ready(extractor(work.params, empty, plan.size[i], plan.row_size[i]))
+    extractor.programs(work.params, empty, plan.sizes[i])
     memory = extractor.memory
     share = work.where.num_labels[missing].sum() / max(
         (work.where.length[missing] - 1).sum(), 1
@@ -277,6 +285,27 @@ def _announce(
         f" {memory.temporaries / 2**30:.2f} temporaries),"
         f" {2 * block / 2**30:.2f} GiB on the host for a block"
     )
+    _check_memory(cfg.kind, memory.peak, jax.local_devices()[0].memory_stats())
+
+
+# What makes a step of each kind smaller.
+_SMALLER = {
+    "proxy": "perf.feature_batch_tokens",
+    "head": "perf.feature_batch_tokens",
+    "probe": "perf.feature_turn_tokens",
+    "per_example": "perf.feature_micro_batch",
+}
+
+
+def _check_memory(kind: str, peak: int, stats: dict[str, Any] | None) -> None:
+    """Stops a pass that can't fit; CPUs do not say what they have (`stats` is None)."""
+    limit = (stats or {}).get("bytes_limit")
+    if limit and peak > limit:
+        raise errors.UserError(
+            f"a step of the feature pass needs {peak / 2**30:.1f} GiB, the device has"
+            f" {limit / 2**30:.1f}: lower {_SMALLER[kind]}, shard the model over more"
+            " devices (mesh.fsdp), or set features.compute_dtype='bfloat16'"
+        )
 
 
 def _fetch(

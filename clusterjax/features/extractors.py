@@ -150,46 +150,51 @@ class Extractor:
         steps = {
             "proxy": self._last_layer,
             "head": self._last_layer,
-            "probe": self._whole_model,
-            "per_example": self._whole_model,
+            "probe": self._in_turns,
+            "per_example": self._each_example,
         }
         self._step = Compiled(steps[cfg.kind], outputs)
 
     def __call__(
-        self, params: Any, rows: batches.Rows, size: int, row_size: int
+        self, params: Any, rows: batches.Rows, sizes: batches.Sizes
     ) -> Outputs:
         """Raw features [B, D] and mean losses [B], float32, of every slot.
 
         Args:
           params: of the model.
           rows: a batch on the devices.
-          size: label slots of a shard.
-          row_size: label slots of a row.
+          sizes: of its step.
         """
-        if self._cfg.kind == "per_example":
-            return self._step(params, rows, row_size=row_size)
-        if self._cfg.kind == "probe":
-            return self._step(params, rows, size=size)
-        return self._step(params, self._body(params, rows), rows, size=size)
+        if self._cfg.kind in ("per_example", "probe"):
+            return self._step(params, rows, **self._static(sizes))
+        hidden_BTH = self._body(params, rows)
+        return self._step(params, hidden_BTH, rows, **self._static(sizes))
 
     def programs(
-        self, params: Any, rows: batches.Rows, size: int, row_size: int
+        self, params: Any, rows: batches.Rows, sizes: batches.Sizes
     ) -> list[Any]:
         """The compiled programs that a batch runs, in order.
 
         Args as for a call, but shapes with shardings (`jax.ShapeDtypeStruct`) are
         enough, so that a pass can be examined for devices that are not at hand.
         """
-        if self._cfg.kind == "per_example":
-            return [self._step.program(params, rows, row_size=row_size)]
-        if self._cfg.kind == "probe":
-            return [self._step.program(params, rows, size=size)]
+        if self._cfg.kind in ("per_example", "probe"):
+            return [self._step.program(params, rows, **self._static(sizes))]
         body = self._body.program(params, rows)
         hidden = jax.eval_shape(self._hidden, params, rows)
         hidden_BTH = jax.ShapeDtypeStruct(
             hidden.shape, hidden.dtype, sharding=rows.tokens.sharding
         )
-        return [body, self._step.program(params, hidden_BTH, rows, size=size)]
+        static = self._static(sizes)
+        return [body, self._step.program(params, hidden_BTH, rows, **static)]
+
+    def _static(self, sizes: batches.Sizes) -> dict[str, int]:
+        """The sizes that this kind's step depends on."""
+        if self._cfg.kind == "per_example":
+            return {"row_size": sizes.row}
+        if self._cfg.kind == "probe":
+            return {"size": sizes.turn, "turns": sizes.turns}
+        return {"size": sizes.shard}
 
     @property
     def memory(self) -> Memory:
@@ -238,14 +243,31 @@ class Extractor:
             )
         return self.reduce(raw_BD), loss_B
 
-    def _whole_model(
-        self, params: Any, rows: batches.Rows, *, size: int = 0, row_size: int = 0
+    def _in_turns(
+        self, params: Any, rows: batches.Rows, *, size: int, turns: int
     ) -> Outputs:
-        if self._probe is not None:
-            raw_BD, loss_B = self._probe(
-                params, rows, size=size, shards=self.shards, per_row=1, **self._vocab
-            )
+        """`probe`: the activations of one turn at a time are kept for its backward."""
+        assert self._probe is not None
+        step = functools.partial(
+            self._probe, params, size=size, shards=self.shards, per_row=1, **self._vocab
+        )
+
+        def turn(rows: batches.Rows) -> Outputs:
+            raw_BD, loss_B = step(rows)
             return self.reduce(raw_BD), loss_B
+
+        if turns == 1:
+            return turn(rows)
+        # Row r of a shard is row r // turns of its turn.
+        rows = rows._replace(slot=rows.slot // turns)
+        split = functools.partial(batches.by_turn, shards=self.shards, turns=turns)
+        found = jax.lax.map(turn, jax.tree.map(split, rows))
+        join = functools.partial(batches.from_turns, shards=self.shards)
+        return jax.tree.map(join, found)
+
+    def _each_example(
+        self, params: Any, rows: batches.Rows, *, row_size: int
+    ) -> Outputs:
         assert self._per_example is not None
         return self._per_example(
             params,
@@ -285,6 +307,17 @@ class Extractor:
         return dim
 
 
+def remat(cfg: config_lib.FeaturesConfig, perf: config_lib.PerfConfig) -> str:
+    """What the pass of this kind computes again (`DecoderConfig.remat`).
+
+    `probe` keeps no more than the products of the linear layers: to keep softmaxes and
+    activations too costs more time, for their memory, than to compute them again.
+    """
+    if cfg.kind == "probe" and perf.remat == "none":
+        return "dots"
+    return perf.remat
+
+
 def last_projection(
     cfg: config_lib.FeaturesConfig, width: int
 ) -> projection.Projection:
@@ -295,8 +328,8 @@ def last_projection(
 def largest(plan: batches.Plan) -> int:
     """Index of the batch whose step needs the most memory, about."""
     cost = [
-        (bucket.rows * bucket.length, size)
-        for bucket, size in zip(plan.bucket, plan.size)
+        (bucket.rows * bucket.length, sizes.shard)
+        for bucket, sizes in zip(plan.bucket, plan.sizes)
     ]
     return max(range(len(cost)), key=cost.__getitem__)
 

@@ -196,6 +196,7 @@ class Probe:
                 rows.positions,
                 adapters=decoder.Adapters(values, self.tap, shared),
                 num_layers=self.state.num_layers,
+                num_frozen=self.layers[0],
             )
             labels = last_layer.label_positions(
                 hidden_BTH, rows, num_slots, size, shards

@@ -161,7 +161,7 @@ class Store(MemoryStore):
                 file.write(part)
             file.write(digest.digest())
             file.flush()
-            if _is_local(temporary):
+            if files.is_local(temporary):
                 os.fsync(file.fileno())
         temporary.replace(path)
         self._add(read_block(path, check=False))
@@ -274,7 +274,7 @@ def _serialised(block: Block, unit_ND: np.ndarray) -> Iterator[bytes | memoryvie
 
 def _content(path: epath.Path) -> np.ndarray:
     """The bytes of a file, memory-mapped where it is local."""
-    if not _is_local(path):
+    if not files.is_local(path):
         return np.frombuffer(path.read_bytes(), np.uint8)
     if not os.path.getsize(path):
         return np.zeros(0, np.uint8)
@@ -302,10 +302,6 @@ def _groups(block: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     for places in np.split(order, cuts):
         if len(places) and block[places[0]] >= 0:
             yield int(block[places[0]]), places
-
-
-def _is_local(path: epath.PathLike) -> bool:
-    return "://" not in os.fspath(path)
 
 
 def _alive(pid: int) -> bool:

@@ -19,6 +19,10 @@ from clusterjax.models import fused_attention
 
 Kernel = Literal["masked", "splash", "triton"]
 
+# Queries of one block of masked attention, about, and most blocks of a row.
+_QUERY_BLOCK = 128
+_MAX_BLOCKS = 8
+
 
 def positions_from_segments(segment_ids_BT: jax.Array) -> jax.Array:
     """Returns positions [B, T] int32 that restart at 0 where the segment changes."""
@@ -83,7 +87,7 @@ def attend(
         divides = q.shape[0] % _num_free_shards(mesh) == 0
         kernel = choose(mesh, q.shape[1], window) if divides else "masked"
     if kernel == "masked":
-        return _masked(q, k, v, visible(q.shape[1], segment_ids_BT, window))
+        return _in_blocks(q, k, v, visible(q.shape[1], segment_ids_BT, window), window)
     if segment_ids_BT is None:
         segment_ids_BT = jnp.ones(q.shape[:2], jnp.int32)
 
@@ -104,6 +108,27 @@ def attend(
         out_specs=spec,
         check_vma=False,
     )(q, k, v, segment_ids_BT)
+
+
+def _in_blocks(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, window: int | None
+) -> jax.Array:
+    """Masked attention, a few blocks of queries one by one.
+
+    The keys behind the last query of a block, and those before its first window, are
+    seen by none of its queries: they are left out rather than masked.
+    """
+    length = q.shape[1]
+    count = min(-(-length // _QUERY_BLOCK), _MAX_BLOCKS)
+    size = -(-length // count)
+    parts = []
+    for begin in range(0, length, size):
+        end = min(begin + size, length)
+        first = 0 if window is None else max(begin + 1 - window, 0)
+        keys = slice(first, end)
+        seen = mask[:, :, begin:end, keys]
+        parts.append(_masked(q[:, begin:end], k[:, keys], v[:, keys], seen))
+    return jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
 
 
 def _masked(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:

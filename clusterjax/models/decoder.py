@@ -291,6 +291,7 @@ class Decoder(nnx.Module):
         *,
         adapters: Adapters | None = None,
         num_layers: int | None = None,
+        num_frozen: int = 0,
     ) -> jax.Array:
         """Returns the hidden states [B, T, H] after the final norm, in compute_dtype.
 
@@ -303,6 +304,8 @@ class Decoder(nnx.Module):
           adapters: additions to the linear layers (LoRA, probes).
           num_layers: run only the first so many blocks; None: all. An adapter's
             values may then have that many layers or all of them.
+          num_frozen: the first so many blocks get no adapter and no gradient: a
+            backward pass stops before them, and nothing of them is kept for it.
         """
         if positions is None:
             positions = (
@@ -316,7 +319,12 @@ class Decoder(nnx.Module):
             return mixed, None
 
         hidden_BTH, _ = self.run(
-            tokens_BT, positions, attend, adapters=adapters, num_layers=num_layers
+            tokens_BT,
+            positions,
+            attend,
+            adapters=adapters,
+            num_layers=num_layers,
+            num_frozen=num_frozen,
         )
         return hidden_BTH
 
@@ -329,6 +337,7 @@ class Decoder(nnx.Module):
         *,
         adapters: Adapters | None = None,
         num_layers: int | None = None,
+        num_frozen: int = 0,
     ) -> tuple[jax.Array, Any]:
         """Runs the blocks with any attention; `hidden` and the cache build on it.
 
@@ -338,7 +347,7 @@ class Decoder(nnx.Module):
           attend: (q, k, v, window, per_layer[layer]) -> (mixed values, anything to
             keep of this layer).
           per_layer: pytree with a leading layer axis, sliced for `attend`.
-          adapters, num_layers: as in `hidden`.
+          adapters, num_layers, num_frozen: as in `hidden`.
 
         Returns:
           The hidden states [B, T, H] after the final norm, and what `attend` kept,
@@ -371,7 +380,18 @@ class Decoder(nnx.Module):
         x_BTH = jnp.take(self.embedding[...], tokens_BT, axis=0)
         x_BTH = x_BTH.astype(config.compute_dtype)
         x_BTH = attention.constrain_rows(x_BTH, self.mesh)
-        x_BTH, kept = jax.lax.scan(body, x_BTH, scanned)
+        if not num_frozen:
+            x_BTH, kept = jax.lax.scan(body, x_BTH, scanned)
+            return self.norm(x_BTH), kept
+        first = jax.tree.map(
+            lambda leaf: leaf[:num_frozen], (blocks, windowed, per_layer)
+        )
+        x_BTH, kept_first = jax.lax.scan(
+            lambda x_BTH, layer: body(x_BTH, (layer[0], {}, *layer[1:])), x_BTH, first
+        )
+        rest = jax.tree.map(lambda leaf: leaf[num_frozen:], scanned)
+        x_BTH, kept = jax.lax.scan(body, jax.lax.stop_gradient(x_BTH), rest)
+        kept = jax.tree.map(lambda *parts: jnp.concatenate(parts), kept_first, kept)
         return self.norm(x_BTH), kept
 
     def __call__(

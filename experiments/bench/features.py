@@ -98,10 +98,14 @@ class Ours:
         only_body: bool = False,
     ):
         perf = config.PerfConfig(feature_batch_tokens=_TOKENS.value)
-        state = model_state.split(model)
+        state = model_state.split(model, remat=extractors.remat(cfg, perf))
         where = batches.windows(corpus, None)
         buckets = batches.choose_buckets(
-            where.length - 1, perf.feature_buckets, perf.feature_batch_tokens, 1
+            where.length - 1,
+            perf.feature_buckets,
+            perf.feature_batch_tokens,
+            1,
+            perf.feature_turn_tokens if cfg.kind == "probe" else None,
         )
         extractor: Any = extractors.Extractor(state, cfg, perf, None)
         if only_body:
@@ -134,7 +138,7 @@ class _Body:
 
         self._body = jax.jit(body)
 
-    def __call__(self, params: Any, rows: batches.Rows, *sizes: int) -> Any:
+    def __call__(self, params: Any, rows: batches.Rows, sizes: Any) -> Any:
         return self._body(params, rows)
 
 
