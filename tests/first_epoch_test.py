@@ -126,11 +126,11 @@ def test_finished_features_equal_those_of_a_pass(make_mesh, tmp_path):
 def test_broken_example_is_a_reject_and_alone():
     hidden_PH = np.ones((6, 3), np.float32)
     hidden_PH[4] = np.inf
-    nll_P = np.full(6, np.log(2), np.float32)
+    nll_P = np.full(6, np.log(4), np.float32)
     example_P = np.array([5, 5, 7, -1, 2, -1])
     found = collection.collect(hidden_PH, nll_P, example_P, slots=3, num_shards=2)
     np.testing.assert_array_equal(found.example_id, [5, 7, -1, 2, -1, -1])
-    np.testing.assert_allclose(found.raw[:2], -0.5 * np.ones((2, 3)), rtol=1e-6)
+    np.testing.assert_allclose(found.raw[:2], -0.75 * np.ones((2, 3)), rtol=1e-6)
     assert np.isnan(found.raw[3]).all() and np.isnan(found.loss[3])
 
 
