@@ -1,0 +1,1 @@
+"""Our decoders under lm-evaluation-harness: `python -m experiments.evaluate`."""
