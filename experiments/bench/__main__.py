@@ -4,7 +4,9 @@ import runpy
 import sys
 
 SUBJECTS = (
+    "attribution",
     "clustering",
+    "collecting",
     "data",
     "features",
     "planning",

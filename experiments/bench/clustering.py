@@ -90,7 +90,11 @@ def peer(python: str, name: str, *arguments: Any) -> dict[str, Any]:
 
 
 def compare_kmeans(
-    name: str, values: np.ndarray, options: argparse.Namespace, path: pathlib.Path
+    name: str,
+    values: np.ndarray,
+    options: argparse.Namespace,
+    path: pathlib.Path,
+    details: dict[str, Any],
 ) -> list[Row]:
     """10 restarts of every method, in turns, over the seeds."""
     np.save(path, values)
@@ -110,19 +114,22 @@ def compare_kmeans(
             for other in ("sklearn", "faiss"):
                 runs[other].append(peer(options.peer_python, other, path, k, seed))
         print(f"{name}, {values.shape[0]:,} × {values.shape[1]}, K = {k}:")
-        rows += report(name, k, runs)
+        rows += report(name, k, runs, details)
         print(f"  first call, with compilation: {first['wall']:.2f} s", flush=True)
     return rows
 
 
-def report(data: str, k: int, runs: dict[str, list[Times]]) -> list[Row]:
-    """Prints and returns a row for each method.
+def report(
+    data: str, k: int, runs: dict[str, list[Times]], details: dict[str, Any]
+) -> list[Row]:
+    """Prints and returns a row for each method; all its turns go into `details`.
 
     Medians of the times, and of the ratios to ours within a turn; inertia as a mean
     over the seeds, because a method is used with one seed.
     """
     rows, ours = [], runs["clusterjax"]
     for name, part in runs.items():
+        details[f"{data}, K = {k}, {name}"] = part
         wall, processor = (
             record.median([run[clock] for run in part])
             for clock in ("wall", "processor")
@@ -144,7 +151,9 @@ def report(data: str, k: int, runs: dict[str, list[Times]]) -> list[Row]:
     return rows
 
 
-def compare_equal(values: np.ndarray, options: Any, folder: pathlib.Path) -> list[Row]:
+def compare_equal(
+    values: np.ndarray, options: Any, folder: pathlib.Path, details: dict[str, Any]
+) -> list[Row]:
     """One run from the same start with the same number of iterations."""
     np.save(folder / "values.npy", values)
     rng = np.random.default_rng(5)
@@ -177,7 +186,7 @@ def compare_equal(values: np.ndarray, options: Any, folder: pathlib.Path) -> lis
                 )
             )
         print(f"equal starts, {options.iterations} iterations, K = {k}:")
-        rows += report(f"blobs, {options.iterations} iterations", k, runs)
+        rows += report(f"blobs, {options.iterations} iterations", k, runs, details)
     return rows
 
 
@@ -261,13 +270,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", default="", help="JSON file for the figures")
     options = parser.parse_args(argv)
     options.clusters = [int(k) for k in options.clusters.split(",")]
-    tables = measure(options, options.parts.split(","))
+    details: dict[str, Any] = {}
+    tables = measure(options, options.parts.split(","), details)
     if options.output:
         versions = peer(options.peer_python, "versions")
-        record.write(options.output, "clustering", tables, versions=versions)
+        record.write(
+            options.output, "clustering", tables, details=details, versions=versions
+        )
 
 
-def measure(options: argparse.Namespace, parts: list[str]) -> list[record.Table]:
+def measure(
+    options: argparse.Namespace, parts: list[str], details: dict[str, Any]
+) -> list[record.Table]:
     """Runs the parts; returns a table for each kind of them."""
     rng = np.random.default_rng(0)
     found: dict[str, list[Row]] = {"large": [], "kmeans": [], "equal": []}
@@ -281,13 +295,15 @@ def measure(options: argparse.Namespace, parts: list[str]) -> list[record.Table]
         if "kmeans" in parts:
             values = blobs(options.rows, options.dim, rng)
             path = folder / "values.npy"
-            found["kmeans"] += compare_kmeans("blobs", values, options, path)
+            found["kmeans"] += compare_kmeans("blobs", values, options, path, details)
             if options.features:
                 values = tiled(np.load(options.features), options.rows, rng)
-                found["kmeans"] += compare_kmeans("features", values, options, path)
+                found["kmeans"] += compare_kmeans(
+                    "features", values, options, path, details
+                )
         if "equal" in parts:
             values = blobs(options.rows, options.dim, rng)
-            found["equal"] += compare_equal(values, options, folder)
+            found["equal"] += compare_equal(values, options, folder, details)
     heads = {"large": ("what", "wall (s)", "processor (s)")}
     digits = {"large": (None, 1, 1)}
     return [

@@ -7,7 +7,7 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib as mpl
 import numpy as np
@@ -29,7 +29,7 @@ _MARKERS = ("o", "^", "D", "v", "<", ">", "p", "h")
 # Ink that a person with any kind of colour vision can tell from its neighbours is used
 # up quickly; with more methods than this the rest of the lines is grey.
 _MOST_LINES = 8
-_SETTINGS = {
+_SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9,
     "axes.titlesize": 10,
@@ -138,9 +138,9 @@ def dress_rows(panel: axes.Axes, rows: int) -> None:
     panel.grid(axis="y", visible=False)
 
 
-def line_sample(style: str, label: str) -> lines.Line2D:
+def line_sample(dashes: Literal["-", "--"], label: str) -> lines.Line2D:
     """An entry of a legend."""
-    return lines.Line2D([], [], color=MUTED, linestyle=style, label=label)
+    return lines.Line2D([], [], color=MUTED, linestyle=dashes, label=label)
 
 
 def half_width(value: float) -> float:
