@@ -31,6 +31,7 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 _TRIPS = re.compile(r'"?known_trip_count"?:\{"?n"?:"?(\d+)"?\}')
+_INDEX = re.compile(r"index=(\d+)")
 _KERNEL_FLOPS = re.compile(r'"?flops"?:\s*"?(\d+)"?')
 # Matrix products per tile in the kernels of splash attention: scores and values; scores
 # again, their gradient and that of the queries; the same for keys and values.
@@ -157,8 +158,9 @@ class _Program:
     def _trip_count(self, item: hlo_text.Instruction) -> int | None:
         """As the compiler noted; else from a condition `counter < constant`.
 
-        JAX's scans count from 0 by 1. Other loops (with a condition on values) run for
-        a number of rounds that no program tells.
+        JAX's scans count from 0 by 1; loops that the compiler has unrolled, such as
+        those of products whose operands travel around a ring, by more. Other loops
+        (with a condition on values) run for a number of rounds that no program tells.
         """
         stated = _TRIPS.search(item.attributes)
         if stated:
@@ -172,8 +174,26 @@ class _Program:
         ):
             return None
         limit = condition.get(root.operands[1])
-        is_known = limit is not None and limit.opcode == "constant"
-        return int(limit.attributes) if limit and is_known else None
+        if limit is None or limit.opcode != "constant":
+            return None
+        counter = _INDEX.search(condition[root.operands[0]].attributes)
+        step = self._increment(item, int(counter[1])) if counter else 1
+        return math.ceil(int(limit.attributes) / step)
+
+    def _increment(self, loop: hlo_text.Instruction, index: int) -> int:
+        """What a round adds to an element of the loop's state; 1 if it does not say."""
+        body = self._computations.get(loop.callees["body"], {})
+        root = next((part for part in body.values() if part.is_root), None)
+        if root is None or root.opcode != "tuple":
+            return 1
+        part = body.get(root.operands[index])
+        while part is not None and part.opcode == "copy":
+            part = body.get(part.operands[0])
+        if part is None or part.opcode != "add":
+            return 1
+        added = (body[name] for name in part.operands if name in body)
+        constant = next((p for p in added if p.opcode == "constant"), None)
+        return int(constant.attributes) if constant else 1
 
     def _collective(
         self, item: hlo_text.Instruction, body: hlo_text.Computation, where: str

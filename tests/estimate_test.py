@@ -122,6 +122,20 @@ def test_forms_of_the_tpu_compiler():
     assert found.uncounted_loops == found.silent_kernels == 0
 
 
+def test_loops_unrolled_by_the_compiler_count_in_larger_steps():
+    """A body that adds 3 to its counter runs 4 times below 12."""
+    unrolled = TPU_TEXT.replace(
+        "ROOT %t = (s32[], bf16[8,32]{1,0}) tuple(%i, %x)",
+        """%three = s32[]{:T(128)} constant(3)
+  %next = s32[]{:T(128)} add(%i, %three)
+  %copied = s32[]{:T(128)} copy(%next)
+  ROOT %t = (s32[], bf16[8,32]{1,0}) tuple(%copied, %x)""",
+    )
+    found, whole = (hlo_cost.analyse(text, 8) for text in (unrolled, TPU_TEXT))
+    assert whole.flops - found.flops == 8 * 2 * 8 * 32 * 64
+    assert found.collectives == {"reduce-scatter": 4 * 16 * 4 * 3 / 4}
+
+
 def test_batched_product_written_as_a_convolution():
     """[3, 8, 5] × [3, 5, 7] with the batch as a padded, dilated spatial axis."""
     text = """ENTRY %main (a: f32[3,8,5], b: f32[3,5,7]) -> f32[3,8,7] {
