@@ -25,12 +25,18 @@ def main() -> None:
         order = json.loads(line)
         if order is None:
             return
-        begin = time.perf_counter()
+        begin, processor = time.perf_counter(), time.process_time()
         if order["run"] == "proxy":
             found = proxy(model, examples, order["batch"])
         else:
             found = sketches(model, examples[: order["count"]], order["k"])
-        _answer({"seconds": time.perf_counter() - begin, "norm": found.tolist()})
+        _answer(
+            {
+                "seconds": time.perf_counter() - begin,
+                "processor": time.process_time() - processor,
+                "norm": found.tolist(),
+            }
+        )
 
 
 @torch.no_grad()
