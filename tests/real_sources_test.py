@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import sys
 import tarfile
 import zipfile
 
@@ -228,6 +229,28 @@ def test_dialogue_and_codeio(packages):
         ("How", "42"),
     ]
     assert _pairs(packages, "codeio") == [("Add\n\na, b", "x")]
+
+
+def test_generators_are_read_when_installed(packages, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(catalogue.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(errors.DataError, match="pip install reasoning-gym"):
+            catalogue.open_all(["reasoning"], packages)
+    for name in [n for n in sys.modules if n.startswith("reasoning_gym")]:
+        monkeypatch.delitem(sys.modules, name)
+    module = tmp_path / "site" / "reasoning_gym"
+    module.mkdir(parents=True)
+    (module / "factory.py").write_text("DATASETS = {'b': 0, 'composite': 0, 'a': 0}")
+    (module / "__init__.py").write_text(
+        "def create_dataset(name, size, seed):\n"
+        "    made = [f'{name}{seed}{i}' for i in range(size)]\n"
+        "    answers = [None if '3' in text else 'x' for text in made]\n"
+        "    return [dict(question=q, answer=a) for q, a in zip(made, answers)]"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    pairs = _pairs(packages, "reasoning")
+    assert pairs[0] == ("a00", "x") and len(pairs) == 36
+    assert {question[0] for question, _ in pairs} == {"a", "b"}
 
 
 def test_missing_package_names_the_command_that_fetches_it(packages):

@@ -42,8 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--sources",
-        default=",".join(source.name for source in catalogue.SOURCES),
-        help="which; default: %(default)s",
+        default=",".join(catalogue.DEFAULT),
+        help="which; default: %(default)s; `reasoning` needs reasoning-gym installed",
     )
     parser.add_argument("--num_train", type=int, default=defaults.num_train)
     parser.add_argument("--num_heldout", type=int, default=defaults.num_heldout)

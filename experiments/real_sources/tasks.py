@@ -1,4 +1,4 @@
-"""Programs from a task, and dialogue."""
+"""Programs from a task, dialogue, and tasks that are made by rules."""
 
 from __future__ import annotations
 
@@ -31,6 +31,19 @@ def dialogue(archive: archives.Archive) -> Iterator[Pair]:
     for _, content in archive.members(r"chatterbot_corpus/data/english/\w+\.yml"):
         for conversation in yaml.safe_load(content)["conversations"]:
             yield from itertools.pairwise(map(str, conversation))
+
+
+def reasoning(count: int = 20, seed: int = 0) -> Iterator[Pair]:
+    """`count` tasks of every generator of reasoning-gym, with their answers."""
+    import reasoning_gym
+    from reasoning_gym import factory
+
+    for name in sorted(factory.DATASETS):
+        if name == "composite":  # mixes the others
+            continue
+        for task in reasoning_gym.create_dataset(name, size=count, seed=seed):
+            if task["answer"]:  # some kinds have many answers, and a judge instead
+                yield task["question"], str(task["answer"])
 
 
 def functions() -> Iterator[Pair]:
