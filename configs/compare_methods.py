@@ -26,8 +26,8 @@ def get_config() -> grid.Comparison:
             "full": {"selection.method": "full"},
             "random": {"selection.method": "random"},
             "stratified": {"selection.method": "stratified"},
-            "herding, proxy": {**_HERDING, "clustering.num_clusters": 8},
-            "herding, probe": {**_HERDING, **_PROBE},
+            "herding by proxy": {**_HERDING, "clustering.num_clusters": 8},
+            "herding by probe": {**_HERDING, **_PROBE},
             "uniform": {"selection.method": "uniform"},
             "highest loss": {"selection.method": "highest_loss"},
             "k-center": {"selection.method": "k_center"},
@@ -36,7 +36,7 @@ def get_config() -> grid.Comparison:
                 "selection.method": "target",
                 "selection.target_source": "skills",
             },
-            "full, herded by probe": {
+            "full herded by probe": {
                 "selection.method": "full",
                 "allocation.order": "herded",
                 **_PROBE,
