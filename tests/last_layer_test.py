@@ -60,6 +60,12 @@ def test_left_right_and_packed_rows_give_the_same_features(rng):
     model = cases.tiny_model(qk_norm=True, sliding_window=7)
     corpus = cases.random_corpus(rng, 4, 96, longest=14)
     expected = features.compute(model, corpus, config.FeaturesConfig(), perf=PERF)
+    head = config.FeaturesConfig(kind="head", k_in=5, k_out=7)
+    expected_head = features.compute(model, corpus, head, perf=PERF)
+    rules = (
+        projection.Projection("rademacher", 7, 0, "head/out"),
+        projection.Projection("rademacher", 5, 0, "head/in"),
+    )
     examples = [corpus.example(i) for i in range(4)]
     layouts = {
         "left": ([(i, 20 - len(examples[i][0]) + 1) for i in range(4)], (4, 20)),
@@ -75,6 +81,8 @@ def test_left_right_and_packed_rows_give_the_same_features(rng):
         raw, loss = last_layer.proxy(labels, model.output_matrix(), 40, 1)
         cases.assert_same_features(raw, features.raw(expected))
         np.testing.assert_allclose(loss, expected.loss, rtol=1e-5)
+        raw, _ = last_layer.head(labels, model.output_matrix(), *rules, 40, 1)
+        cases.assert_same_features(raw, features.raw(expected_head))
 
 
 def test_features_are_float32_from_narrow_activations():
@@ -118,15 +126,17 @@ def test_one_broken_example_stays_alone(rng):
 def step_memory(kind, vocab):
     model = cases.tiny_model(vocab_size=vocab, hidden_size=16, num_layers=1)
     state = model_state.split(model)
-    cfg = config.FeaturesConfig(kind=kind, k_in=4, k_out=4)
+    cfg = config.FeaturesConfig(
+        kind=kind, k_in=4, k_out=4, dim=8, parameters=("blocks/.*",)
+    )
     perf = config.PerfConfig(vocab_chunk=2048)
     extractor = extractors.Extractor(state, cfg, perf, None)
     rows = extractors.empty_rows(batches.Bucket(64, 8), 1)
-    extractor(state.params, rows, batches.Sizes(256, 32, 1, 256))
+    extractor.programs(state.params, rows, batches.Sizes(256, 32, 1, 256))
     return extractor.memory.temporaries
 
 
-@pytest.mark.parametrize("kind", ["proxy", "head", "probe"])
+@pytest.mark.parametrize("kind", ["proxy", "head", "probe", "per_example"])
 def test_temporaries_are_flat_in_the_vocabulary(kind):
     # CASES 17: no [B, T, V] array, in any kind.
     small, large = step_memory(kind, 32_000), step_memory(kind, 152_064)
