@@ -1,15 +1,18 @@
 """Several processes: start, agreement of their inputs, and a prompt common end.
 
 JAX finds the coordinator of a TPU pod, Slurm job or GKE cluster by itself; elsewhere
-it is given by hand. A process that dies takes the others with it within
-`HEARTBEAT_SECONDS`, instead of leaving them in a collective operation for ever.
+it is given by hand. A process that dies takes the others with it within about
+`HEARTBEAT_SECONDS`, instead of leaving them in a collective operation for ever: they
+end with `LOST_EXIT_CODE`, or by JAX's own abort.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -70,6 +73,10 @@ def initialize(
             f"process {process_id} of {num_processes} could not join at"
             f" {coordinator}: {error}"
         ) from error
+    if threading.current_thread() is threading.main_thread():
+        # JAX aborts when it notices first that another process is gone. Its message
+        # says so; a traceback of every thread would bury it.
+        signal.signal(signal.SIGABRT, signal.SIG_DFL)
 
 
 def is_primary() -> bool:

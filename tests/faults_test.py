@@ -236,10 +236,13 @@ def test_one_of_two_is_killed(tmp_path, two_processes, point, dying):
     seconds = multiprocess_run.seconds_to_follow(processes[dying], processes[1 - dying])
     said = multiprocess_run.finish(processes)[1 - dying]
     assert processes[dying].returncode == -signal.SIGKILL
-    assert processes[1 - dying].returncode != 0
-    print(f"{point} in process {dying}: the other ended after {seconds:.0f} s")
+    code = processes[1 - dying].returncode
+    last = said.strip().splitlines()[-1]
+    print(f"| {point} | {dying} | {seconds:.0f} s | {code} | {last[:60]} |")
     assert seconds < 60
-    assert "lost another process" in said
+    # Ours, or JAX's when its watch notices before an operation fails.
+    assert code in (76, -signal.SIGABRT), said
+    assert "lost another process" in said or "another task died" in said
     if dying:
         processes = multiprocess_run.start_two(folder)
         said = multiprocess_run.finish(processes)

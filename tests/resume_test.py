@@ -9,6 +9,7 @@ import pytest
 import training_cases
 
 from clusterjax import config, errors, faults, loop, train
+from clusterjax import input as input_lib
 
 CONFIG = config.TrainConfig(
     optimizer=config.OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
@@ -105,14 +106,26 @@ def test_asked_to_stop_saves_and_ends_with_a_code_of_its_own(
 def test_goes_on_with_another_number_of_devices(
     make_mesh, tmp_path, monkeypatch, undisturbed
 ):
-    """8 → 4 → 2 × 2 sharded → 1 devices within one run: same steps, same losses."""
-    for stop, shape in ((2, (8,)), (4, (4,)), (6, (1, 2, 2))):
+    """8 → 4 → 2 (sharded parameters) → 2 × 2 × 2: same ids in each step, same losses."""
+    seen = {}
+    rows = input_lib.Layout.rows
+
+    def recorded(self, step, shards):
+        item = rows(self, step, shards)
+        seen[step] = sorted(set(item.batch.example_id.ravel().tolist()) - {-1})
+        return item
+
+    monkeypatch.setattr(input_lib.Layout, "rows", recorded)
+    for stop, shape in ((2, (8,)), (4, (4,)), (6, (1, 2))):
         with monkeypatch.context() as patch:
             patch.setattr(loop.Loop, "_stopping", lambda self, done, s=stop: done == s)
             with pytest.raises(train.Preempted):
                 _fit(make_mesh(*shape), tmp_path)
-    found = _fit(make_mesh(1), tmp_path)
+    found = _fit(make_mesh(2, 2, 2), tmp_path)
     assert found.resumed_from == 6
+    schedule = training_cases.schedule(training_cases.corpus(), num_epochs=3)
+    ids = {step.step: sorted(step.example_id.tolist()) for step in schedule}
+    assert seen == ids
     lines = _lines(tmp_path)
     assert [x["step"] for x in lines] == [x["step"] for x in undisturbed[1]]
     for a, b in zip(lines, undisturbed[1], strict=True):
