@@ -106,7 +106,7 @@ def test_asked_to_stop_saves_and_ends_with_a_code_of_its_own(
 def test_goes_on_with_another_number_of_devices(
     make_mesh, tmp_path, monkeypatch, undisturbed
 ):
-    """8 → 4 → 2 (sharded parameters) → 2 × 2 × 2: same ids in each step, same losses."""
+    """8 → 4 → 2 (sharded parameters) → 2 × 2 × 2: the same ids and losses by step."""
     seen = {}
     rows = input_lib.Layout.rows
 
