@@ -190,9 +190,10 @@ def herded(timed: Times, count: int, pool: int) -> None:
     ]:
         cfg = config.AllocationConfig(batch_size=64, order=order, herding_pool=size)  # pyright: ignore[reportArgumentType]
         found = noise(plan, feats, feats.num_labels, cfg)
+        assert found is not None  # features were given
         print(f"noise at 2,000 examples, {name}: {found:.3f} of random steps'")
         title = f"noise / random steps, 2,000 examples, {name}"
-        timed.figures.append((title, float(found)))
+        timed.figures.append((title, found))
 
 
 def main() -> None:
