@@ -23,5 +23,5 @@ def get_config() -> ml_collections.ConfigDict:
         layout="alpaca",
         template="alpaca",
     )
-    config.allocation.accumulation_steps = 16
+    config.allocation.accumulation_steps = 8
     return config
