@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 
 import jax
 from etils import epath
 
+import clusterjax
 from clusterjax import config as config_lib
 from clusterjax import datatypes, distributed
 from clusterjax.models import checkpoints
@@ -24,7 +24,7 @@ def require_same_config(config: config_lib.Config) -> None:
     distributed.require_equal(
         {
             "config": config_lib.fingerprint(config),
-            "clusterjax": importlib.metadata.version("clusterjax"),
+            "clusterjax": clusterjax.__version__,
             "jax": jax.__version__,
         }
     )
