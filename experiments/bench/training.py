@@ -44,7 +44,9 @@ from experiments.bench import record
 
 _MODEL = flags.DEFINE_string("model", None, "Hugging Face directory of the decoder.")
 _PEER = flags.DEFINE_string(
-    "peer_python", sys.executable, "Python that has torch and transformers."
+    "peer_python",
+    sys.executable,
+    "Python that has torch and transformers; '' leaves the PyTorch loop out.",
 )
 _BATCH = flags.DEFINE_integer("batch_size", 8, "Examples of one step.")
 _LENGTH = flags.DEFINE_integer("max_length", 256, "Longest example, tokens.")
@@ -154,90 +156,109 @@ def _with_plain_mean(step: Callable[..., Any]) -> Callable[..., Any]:
     return plain
 
 
-def measure(
-    model_path: str, peer_python: str, num_steps: int, num_rounds: int
-) -> dict[str, Any]:
-    """Runs the comparisons; returns their figures."""
-    tokenizer, model = models.load(model_path)
-    corpus = _corpus(tokenizer, num_steps * _BATCH.value)
-    mesh = mesh_lib.build(config.MeshConfig(), jax.devices()[:1])
-    padded = [_padded(corpus, ids) for ids in _batches(corpus, num_steps)]
-    packed, packed_slots = _packed(corpus, mesh, num_steps)
-    ours = Ours(model, mesh)
-    del model  # its arrays are the state now, which every step donates
-    peer = Peer(peer_python, model_path, [_for_peer(batch) for batch in padded])
-    slots = [int((b.loss_weights != 0).sum()) for b in padded]
-    most = -(-max(slots) // 64) * 64
-    times: dict[str, list[Seconds]] = {
-        n: [] for n in ("peer", "ours", "plain", "packed")
-    }
-    for current in range(num_rounds + 1):
-        for i, batch in enumerate(padded):
-            now = {
-                "peer": peer.step(i),
-                "ours": ours.step(batch, most),
-                "plain": ours.step(batch, most, plain_mean=True),
-                "packed": ours.step(packed[i], packed_slots),
-            }
-            progress.say(f"  round {current}, step {i}: {_told(now)}")
-            if current:  # the first round compiles and warms up
-                for name, seconds in now.items():
-                    times[name].append(seconds)
-    peer.close()
-    flops = [
-        ours.program(padded[0], most, plain).cost_analysis()["flops"]
-        for plain in (False, True)
-    ]
-    return {
-        "peer": peer.description,
-        "tokens": num_rounds * sum(b.inputs.size for b in padded),
-        "labels": num_rounds * int(corpus.num_labels.sum()),
-        "weighted_flops_over_plain": flops[0] / flops[1],
-        **{f"{name}_seconds": seconds for name, seconds in times.items()},
-    }
+class Bench:
+    """The batches and our side; `against_peer` and `price_of_weights` measure."""
+
+    def __init__(self, model_path: str, num_steps: int):
+        self._path = model_path
+        tokenizer, model = models.load(model_path)
+        corpus = _corpus(tokenizer, num_steps * _BATCH.value)
+        mesh = mesh_lib.build(config.MeshConfig(), jax.devices()[:1])
+        self._padded = [_padded(corpus, ids) for ids in _batches(corpus, num_steps)]
+        self._packed, self._packed_slots = _packed(corpus, mesh, num_steps)
+        self._num_labels = int(corpus.num_labels.sum())
+        most = max(int((b.loss_weights != 0).sum()) for b in self._padded)
+        self._slots = -(-most // 64) * 64
+        self._ours = Ours(model, mesh)  # `model` ends here: steps donate its arrays
+
+    def against_peer(self, python: str, num_rounds: int) -> dict[str, Any]:
+        """Takes every step in turns with PyTorch, `num_rounds` times."""
+        peer = Peer(python, self._path, [_for_peer(batch) for batch in self._padded])
+        rounds = []
+        for current in range(num_rounds + 1):
+            for i, batch in enumerate(self._padded):
+                now = {
+                    "peer": peer.step(i),
+                    "ours": self._ours.step(batch, self._slots),
+                    "packed": self._ours.step(self._packed[i], self._packed_slots),
+                }
+                progress.say(f"  round {current}, step {i}: {_told(now)}")
+                if current:  # the first round compiles and warms up
+                    rounds.append(now)
+        peer.close()
+        return {
+            "peer": peer.description,
+            "tokens": num_rounds * sum(b.inputs.size for b in self._padded),
+            "labels": num_rounds * self._num_labels,
+            **_by_name(rounds),
+        }
+
+    def price_of_weights(self, num_rounds: int) -> dict[str, Any]:
+        """Takes every step with weights and with a plain mean, in changing order."""
+        rounds = []
+        for current in range(num_rounds + 1):
+            for i, batch in enumerate(self._padded):
+                now = {}
+                for is_plain in (True, False) if (current + i) % 2 else (False, True):
+                    name = "plain" if is_plain else "weighted"
+                    now[name] = self._ours.step(batch, self._slots, is_plain)
+                progress.say(f"  round {current}, step {i}: {_told(now)}")
+                if current:
+                    rounds.append(now)
+        programs = (
+            self._ours.program(self._padded[0], self._slots, plain)
+            for plain in (False, True)
+        )
+        weighted, plain = (p.cost_analysis()["flops"] for p in programs)
+        return {"weighted_flops_over_plain": weighted / plain, **_by_name(rounds)}
+
+
+def _by_name(rounds: Sequence[dict[str, Seconds]]) -> dict[str, list[Seconds]]:
+    return {f"{name}_seconds": [now[name] for now in rounds] for name in rounds[0]}
 
 
 def tables(found: dict[str, Any]) -> list[record.Table]:
     """What documentation shows of the figures."""
-    tokens, labels = found["tokens"], found["labels"]
-    (peer, ours, plain, packed) = (
-        np.array(found[f"{name}_seconds"])
-        for name in ("peer", "ours", "plain", "packed")
-    )
-    wall = {
-        "peer": peer[:, 0].sum(),
-        "ours": ours[:, 0].sum(),
-        "packed": packed[:, 0].sum(),
+    seconds = {
+        name: np.array(value)
+        for name, value in found.items()
+        if name.endswith("_seconds")
     }
-    speeds = [
-        ("PyTorch, padded batches", tokens / wall["peer"], labels / wall["peer"]),
-        ("ours, the same batches", tokens / wall["ours"], labels / wall["ours"]),
-        ("ours, packed rows", None, labels / wall["packed"]),
+    result = []
+    if "peer" in found:
+        peer, ours, packed = (
+            seconds[f"{name}_seconds"] for name in ("peer", "ours", "packed")
+        )
+        sides = (
+            ("PyTorch, padded batches", peer, found["tokens"]),
+            ("ours, the same batches", ours, found["tokens"]),
+            ("ours, packed rows", packed, None),
+        )
+        rows = [
+            (
+                name,
+                tokens and tokens / times[:, 0].sum(),
+                found["labels"] / times[:, 0].sum(),
+            )
+            for name, times, tokens in sides
+        ]
+        heads = ("", "tokens per second", "label tokens per second")
+        result.append(record.Table("speed", heads, rows))
+        ratios = [
+            ("tokens/s, same padded batches, over PyTorch's", *_medians(peer, ours)),
+            ("label tokens/s, packed over PyTorch's padded", *_medians(peer, packed)),
+        ]
+        heads = ("median ratio of a turn", "wall clock", "processor seconds")
+        result.append(record.Table("ratios", heads, ratios))
+    weighted, plain = seconds["weighted_seconds"], seconds["plain_seconds"]
+    price = [
+        ("time, wall clock (median of pairs)", _medians(weighted, plain)[0]),
+        ("time, processor seconds (median of pairs)", _medians(weighted, plain)[1]),
+        ("FLOPs of the compiled program", found["weighted_flops_over_plain"]),
     ]
-    ratios = [
-        ("tokens/s, same padded batches, over PyTorch's", *_sums(peer, ours)),
-        ("label tokens/s, packed over PyTorch's padded", *_sums(peer, packed)),
-        ("step with weights over plain mean: time", *_medians(ours, plain)),
-        (
-            "step with weights over plain mean: FLOPs",
-            found["weighted_flops_over_plain"],
-            None,
-        ),
-    ]
-    return [
-        record.Table(
-            "speed", ("", "tokens per second", "label tokens per second"), speeds
-        ),
-        record.Table(
-            "ratios", ("ratio", "by wall clock", "by processor seconds"), ratios
-        ),
-    ]
-
-
-def _sums(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
-    """Ratio of the total seconds, [steps, 2] each."""
-    wall, processor = a.sum(0) / b.sum(0)
-    return float(wall), float(processor)
+    heads = ("step with weights over step with a plain mean", "ratio")
+    result.append(record.Table("weights", heads, price))
+    return result
 
 
 def _medians(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
@@ -324,15 +345,22 @@ def main(argv: Sequence[str]) -> None:
     del argv
     if not _MODEL.value:
         raise SystemExit("--model DIR is needed: a Hugging Face directory")
-    found = measure(_MODEL.value, _PEER.value, _STEPS.value, _ROUNDS.value)
+    bench, found = Bench(_MODEL.value, _STEPS.value), {}
+    if _PEER.value:
+        found |= bench.against_peer(_PEER.value, _ROUNDS.value)
+    found |= bench.price_of_weights(_ROUNDS.value)
     for table in tables(found):
         progress.say(" | ".join(table.heads))
         for row in table.texts():
             progress.say(" | ".join(row))
     if _OUTPUT.value:
-        peer = dict(item.split(" ", 1) for item in found["peer"].split(", ")[:2])
+        said = found.get("peer", "").split(", ")[:2]
         record.write(
-            _OUTPUT.value, "training", tables(found), details=found, versions=peer
+            _OUTPUT.value,
+            "training",
+            tables(found),
+            details=found,
+            versions=dict(item.split(" ", 1) for item in said if item),
         )
 
 
