@@ -194,7 +194,7 @@ def test_hosts_with_other_data_end_together(tmp_path, monkeypatch):
             (home / f"rows-{i}.jsonl").write_text(text)
     for i in (0, 1):
         monkeypatch.setitem(SETTINGS, f"data.sources[{i}].path", f"~/rows-{i}.jsonl")
-        monkeypatch.setitem(SETTINGS, f"data.sources[{i}].source_column", "")
+        monkeypatch.setitem(SETTINGS, f"data.sources[{i}].split", "train")
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     monkeypatch.setenv("XDG_CACHE_HOME", cache)
     homes = (tmp_path / "0", tmp_path / "1")
@@ -204,32 +204,43 @@ def test_hosts_with_other_data_end_together(tmp_path, monkeypatch):
     assert [process.returncode for process in processes] == [2, 2]
 
 
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two") / "run"
-    processes = multiprocess_run.start_two(folder)
-    said = multiprocess_run.finish(processes)
-    assert [process.returncode for process in processes] == [0, 0], said
-    return _lines(folder)
+@pytest.mark.slow
+def test_both_go_on_after_the_death_of_one(tmp_path):
+    """One of two is killed at step 3 of 4; the end is as without it."""
+    lines = []
+    for name, fault in (("whole", ""), ("killed", "train.step:3")):
+        folder = tmp_path / name
+        if fault:
+            processes = multiprocess_run.start_two(folder, ("", fault))
+            multiprocess_run.seconds_to_follow(processes[1], processes[0])
+            multiprocess_run.finish(processes)
+        processes = multiprocess_run.start_two(folder)
+        said = multiprocess_run.finish(processes)
+        assert [process.returncode for process in processes] == [0, 0], said
+        lines.append(_lines(folder))
+    assert "resumed at step 2 of 4" in said[0]
+    assert lines[0] == lines[1]
+
+
+POINTS = (
+    "stage.data:1",
+    "stage.features:1",
+    "stage.cluster:1",
+    "stage.select:1",
+    "stage.train:1",
+    "train.step:3",
+    "checkpoint.writing:1",
+    "model.save:1",
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dying", [0, 1])
 @pytest.mark.parametrize(
-    "point",
-    [
-        "stage.data:1",
-        "stage.features:1",
-        "stage.cluster:1",
-        "stage.select:1",
-        "stage.train:1",
-        "train.step:3",
-        "checkpoint.writing:1",
-        "model.save:1",
-    ],
+    ("dying", "point"),
+    [*((1, p) for p in POINTS), *((0, p) for p in POINTS[1::2])],
 )
-def test_one_of_two_is_killed(tmp_path, two_processes, point, dying):
-    """The other ends within a minute and says why; started again, both end well."""
+def test_one_of_two_is_killed(tmp_path, point, dying):
+    """The other ends within a minute and says why."""
     folder = tmp_path / "run"
     faults = (point, "") if dying == 0 else ("", point)
     processes = multiprocess_run.start_two(folder, faults)
@@ -243,8 +254,3 @@ def test_one_of_two_is_killed(tmp_path, two_processes, point, dying):
     # Ours, or JAX's when its watch notices before an operation fails.
     assert code in (76, -signal.SIGABRT), said
     assert "lost another process" in said or "another task died" in said
-    if dying:
-        processes = multiprocess_run.start_two(folder)
-        said = multiprocess_run.finish(processes)
-        assert [process.returncode for process in processes] == [0, 0], said
-        assert _lines(folder) == two_processes

@@ -9,32 +9,40 @@ import subprocess
 import sys
 import time
 
+from flax import nnx
+
+from clusterjax import models
+from clusterjax.data import tokenizer as tokenizer_lib
+from clusterjax.models import checkpoints, decoder
+
 ROOT = pathlib.Path(__file__).parent.parent
-SETTINGS = {
-    "data.sources[0].max_examples": 40,
-    "data.sources[1].max_examples": 40,
-    "data.max_length": 64,
-    "clustering.num_clusters": 2,
-    "clustering.min_cluster_size": 1,
-    "clustering.num_restarts": 2,
-    "selection.ratio": 1.0,
-    "allocation.batch_size": 8,
-    "allocation.max_steps": 4,
-    "train.checkpoint_every": 2,
-    "train.log_every": 1,
-    "eval.max_examples": 8,
-    "eval.exact_match": 0,
-    "mesh.num_simulated_devices": 2,
-    "report.html": False,
-}
+SETTINGS: dict[str, object] = {}  # overrides of tests/small_config.py for every run
+
+
+def make_model(folder: pathlib.Path) -> None:
+    """Writes a decoder of one layer with the built-in tokenizer."""
+    tokenizer = tokenizer_lib.Tokenizer.load(checkpoints.directory_of("builtin"))
+    cfg = decoder.DecoderConfig(
+        vocab_size=-(-tokenizer.vocab_size // 8) * 8,
+        hidden_size=16,
+        intermediate_size=32,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+    )
+    models.save(decoder.Decoder(cfg, nnx.Rngs(0)), tokenizer, folder)
 
 
 def command(folder: pathlib.Path, **changes: object) -> list[str]:
-    """The little run, from data to report."""
-    settings = {**SETTINGS, **changes}
+    """The little run, from data to report, by the model in `<folder>/../model`."""
+    model = folder.parent / "model"
+    if not model.exists():
+        make_model(model)
+    settings = {"model.path": model, **SETTINGS, **changes}
     overrides = [f"--config.{name}={value}" for name, value in settings.items()]
     script = [sys.executable, "-m", "experiments.run"]
-    config = ["--config", "configs/quickstart.py", "--workdir", str(folder)]
+    config = ["--config", "tests/small_config.py", "--workdir", str(folder)]
     return [*script, *config, *overrides]
 
 
