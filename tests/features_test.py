@@ -8,6 +8,7 @@ import sys
 import time
 
 import feature_cases as cases
+import jax
 import numpy as np
 import pytest
 
@@ -278,14 +279,20 @@ def test_fewer_layers_are_the_shallower_model(model, corpus):
     cases.assert_same_features(features.raw(found), features.raw(expected))
 
 
-def test_each_shape_is_compiled_once(model, corpus):
-    cfg, perf = config.FeaturesConfig(), config.PerfConfig(feature_buckets=2)
-    state = model_state.split(model)
-    extractor = extractors.Extractor(state, cfg, perf, None)
-    rows = extractors.empty_rows(batches.Bucket(32, 4), 1)
+@pytest.mark.parametrize("shape", [None, (2, 2, 1)])
+@pytest.mark.parametrize("kind", ["proxy", "probe"])
+def test_each_shape_is_compiled_once(make_mesh, model, kind, shape):
+    mesh = shape and make_mesh(*shape)
+    placed = model if mesh is None else cases.sharded(model, mesh)
+    state = model_state.split(placed, mesh=mesh)
+    extractor = extractors.Extractor(state, KINDS[kind], config.PerfConfig(), mesh)
+    bucket, sizes = batches.Bucket(32, 4, 2), batches.Sizes(64, 16, 2, 32)
+    rows = extraction.put(extractors.empty_rows(bucket, extractor.shards), mesh)
+    extractor.programs(state.params, rows, sizes)  # the prediction before a pass
     for _ in range(3):
-        extractor(state.params, rows, batches.Sizes(64, 16, 1, 64))
-    assert extractor.num_programs == 2  # the body and the output layer
+        jax.block_until_ready(extractor(state.params, rows, sizes))
+    # The body and the output layer, or one program.
+    assert extractor.num_programs == (2 if kind == "proxy" else 1)
 
 
 def test_buckets_waste_the_least(rng):
