@@ -21,7 +21,9 @@ def over(
         return None
     drawn = figure.Figure(figsize=(8.2, 4.4), layout="constrained")
     axis = drawn.add_subplot()
-    early, ends = [], []
+    early: list[float] = []
+    reached: list[float] = []  # ends of the intervals of the last losses
+    latest = 0.0
     # Grey lines first, so that coloured ones lie above.
     for group in sorted(groups, key=lambda g: g.title in look.lines):
         x, y = mean_curve(group, cost)
@@ -34,10 +36,14 @@ def over(
             zorder=3 if colored else 2,
         )
         early.append(float(np.interp(x[0] + 0.35 * (x[-1] - x[0]), x, y)))
-        ends.append(_end(axis, group, look, cost, colored))
-    low, high = min(ends), max(*early, max(ends))
-    axis.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
-    axis.set_xlim(left=0)
+        loss = _end(axis, group, look, cost, colored)
+        half = style.half_width(loss.half_width)
+        reached += [loss.mean - half, loss.mean + half]
+        latest = max(latest, float(x[-1]))
+    low, high = min(reached), max(*early, *reached)
+    axis.set_ylim(low - 0.04 * (high - low), high + 0.04 * (high - low))
+    # An uncertain time must not squeeze the curves.
+    axis.set_xlim(0, 1.12 * latest)
     axis.set_title(cost.title)
     axis.set_xlabel(cost.label)
     axis.set_ylabel("Held-out loss (nats per label token)")
@@ -89,7 +95,7 @@ def _end(
         capsize=0,
         zorder=5 if colored else 2,
     )
-    return loss.mean
+    return loss
 
 
 def _legend(drawn: figure.Figure, groups: list, look: style.Look) -> None:
