@@ -152,10 +152,7 @@ class Collection:
         if done <= self._flushed or self._flushed >= self._num_steps:
             return
         parts = [p for step, p in self._parts.items() if self._flushed <= step < done]
-        joined = {
-            name: np.concatenate([getattr(part, name) for part in parts])
-            for name in Collected._fields
-        }
+        joined = Collected(*map(np.concatenate, zip(*parts, strict=True)))
         if distributed.is_primary():
             path = self._folder / f"steps-{self._flushed}-{done}.npz"
             files.write_with(path, lambda temporary: _save(temporary, joined))
@@ -198,9 +195,9 @@ class Collection:
         return raw_NH, loss_N
 
 
-def _save(path: epath.Path, arrays: dict[str, np.ndarray]) -> None:
+def _save(path: epath.Path, found: Collected) -> None:
     with path.open("wb") as file:
-        np.savez(file, **arrays)
+        np.savez(file, raw=found.raw, loss=found.loss, example_id=found.example_id)
 
 
 def _files(folder: epath.Path) -> list[tuple[int, int, epath.Path]]:
