@@ -88,7 +88,7 @@ def _renewed(
         seed=config.allocation.seed + k,
     )
     progress.say(f"  renewing features, clusters and plan (renewal-{k})")
-    return dataclasses.replace(
+    renewed = dataclasses.replace(
         current,
         config=dataclasses.replace(config, allocation=allocation),
         folder=run.folder / f"renewal-{k}",
@@ -98,6 +98,8 @@ def _renewed(
         plan=None,
         schedule=None,
     )
+    renewed.corpus = run.corpus  # no argument of its constructor
+    return renewed
 
 
 def _keep_names(run: Any, before: datatypes.Clustering | None) -> None:

@@ -3,11 +3,14 @@
 import dataclasses
 
 import jax
+import multiprocess_run
 import numpy as np
 import pytest
 
 from clusterjax import config as config_lib
 from clusterjax import loop, train
+from clusterjax import plan as plans
+from experiments import artifacts
 from experiments import run as run_lib
 
 
@@ -25,6 +28,31 @@ def _config():
         report=config_lib.ReportConfig(html=False),
         perf=config_lib.PerfConfig(feature_buckets=1),
     )
+
+
+def test_a_plan_is_renewed_from_the_parameters_of_its_step(tmp_path):
+    """Two steps each, by a decoder of one layer; other features, the same clusters."""
+    multiprocess_run.make_model(tmp_path / "model")
+    base = _config()
+    config = dataclasses.replace(
+        base,
+        model=config_lib.ModelConfig(path=str(tmp_path / "model")),
+        selection=dataclasses.replace(base.selection, refresh_every=2),
+        allocation=config_lib.AllocationConfig(batch_size=6, max_steps=4),
+        train=dataclasses.replace(base.train, save_model=False),
+    )
+    found = run_lib.execute(config, tmp_path / "run")
+    steps = [line["step"] for line in found.result.history if line["kind"] == "train"]
+    assert steps == [1, 2, 3, 4]
+    first, second = (
+        artifacts.load_features(tmp_path / "run" / part / "features")
+        for part in ("", "renewal-1")
+    )
+    np.testing.assert_array_equal(first.uid, second.uid)
+    assert np.abs(first.values - second.values).max() > 1e-3
+    plan = plans.SelectionPlan.load(tmp_path / "run" / "renewal-1" / "plan")
+    assert plan.num_clusters == found.plan.num_clusters == 3
+    assert plan.fingerprint != found.plan.fingerprint
 
 
 @pytest.mark.slow
