@@ -161,10 +161,19 @@ def test_turns_are_of_the_wanted_size():
             size = bucket.rows // bucket.turns
             assert bucket.rows == size * bucket.turns >= rows
             assert bucket.rows - rows < size
-            assert size * length <= 1024
+            assert size * length <= 1.25 * 1024
             if bucket.turns > 1:
                 assert size > 1024 // length // 2
     assert batches.in_turns(512, 7, 100) == batches.Bucket(512, 7, 7)
+    assert batches.in_turns(256, 5, 1024) == batches.Bucket(256, 5, 1)
+
+
+def test_batches_of_a_bucket_are_alike_in_size():
+    # Nine examples with room for eight: five and four, not eight and one.
+    (bucket,) = batches.choose_buckets(np.full(9, 100), 1, 8 * 112, 1)
+    assert bucket == batches.Bucket(112, 5)
+    (bucket,) = batches.choose_buckets(np.full(9, 100), 1, 8 * 112, 2)
+    assert bucket == batches.Bucket(112, 5)
 
 
 class Started(Exception):

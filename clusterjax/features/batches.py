@@ -170,7 +170,7 @@ def choose_buckets(
       num_buckets: most different lengths.
       batch_tokens: positions of a shard's batch, at most (one row at least).
       num_shards: R; a bucket with few examples gets no more rows than they need.
-      turn_tokens: positions of a shard's turn, at most (one row at least); None: all
+      turn_tokens: positions of a shard's turn, about (one row at least); None: all
         rows at once.
     """
     result = []
@@ -180,7 +180,9 @@ def choose_buckets(
         if shorter == 0:
             count += int(np.sum(lengths == 0))
         needed = max(-(-count // num_shards), 1)
-        rows = min(max(batch_tokens // length, 1), needed)
+        num_batches = -(-needed // max(batch_tokens // length, 1))
+        # Of equal size, so that the last batch is hardly emptier than the others.
+        rows = -(-needed // num_batches)
         result.append(in_turns(length, rows, turn_tokens or batch_tokens))
     return result
 
@@ -188,11 +190,11 @@ def choose_buckets(
 def in_turns(length: int, rows: int, turn_tokens: int) -> Bucket:
     """A bucket of so many rows, or a few more, in equal turns.
 
-    Turns are between half and all of `turn_tokens`: the size that leaves the fewest
+    Turns are between a half and 5/4 of `turn_tokens`: the size that leaves the fewest
     rows empty, and of these the largest.
     """
-    most = min(max(turn_tokens // length, 1), rows)
-    sizes = range(most, most // 2, -1)
+    most = max(turn_tokens // length, 1)
+    sizes = range(min(most + most // 4, rows), min(most, rows) // 2, -1)
     size = min(sizes, key=lambda size: -(-rows // size) * size)
     turns = -(-rows // size)
     return Bucket(length, turns * size, turns)
