@@ -68,7 +68,7 @@ def _lines(
     middle = float(np.mean(np.log(labels))), float(np.mean(np.log(norm)))
     x = np.geomspace(low, high, 50)
     for power, shade, dash, name in (
-        (slope, _FIT, "solid", f"fit, labels^{slope:.2f}"),
+        (slope, _FIT, "solid", f"fit, labels^{_number(slope, 2)}"),
         (-0.5, _EXPECTED, "dashed", "independent tokens, labels^−0.5"),
     ):
         y = np.exp(middle[1] + power * (np.log(x) - middle[0]))
@@ -95,9 +95,9 @@ def _summary(found: Mapping[str, Any]) -> str:
     text = (
         f"Effective rank {found['effective_rank']:,.1f} of at most {most:,}"
         " (exp of the entropy of the spectrum): about so many directions carry the"
-        f" features. Mean cosine of two different examples {found['mean_cosine']:.3f}."
-        f" Log norm and log label count correlate at {found['label_correlation']:.2f};"
-        f" the norm goes as labels^{found['label_exponent']:.2f}, and would go as"
+        f" features. Mean cosine of two different examples {_number(found['mean_cosine'])}."
+        f" Log norm and log label count correlate at {_number(found['label_correlation'], 2)};"
+        f" the norm goes as labels^{_number(found['label_exponent'], 2)}, and would go as"
         " labels^−0.5 if the gradients of an example's tokens were independent."
     )
     return f"<p>{style.escape(text)}</p>"
@@ -230,8 +230,8 @@ def _worth(record: record_lib.RunRecord) -> str:
     )
 
 
-def _number(value: float | None) -> str:
-    """Three digits, or a dash for what was not measured or can't be."""
+def _number(value: float | None, digits: int = 3) -> str:
+    """A number, or a dash for what was not measured or can't be."""
     if value is None or not np.isfinite(value):
         return "–"
-    return f"{value:.3f}".replace("-", "−")
+    return f"{value:.{digits}f}".replace("-", "−")
