@@ -92,12 +92,15 @@ def panel(record: record_lib.RunRecord, found: Mapping[str, Any]) -> str:
 
 def _summary(found: Mapping[str, Any]) -> str:
     most = min(int(found["count"]), int(found["width"]))
+    cosine = _number(found["mean_cosine"])
+    correlation = _number(found["label_correlation"], 2)
+    power = _number(found["label_exponent"], 2)
     text = (
         f"Effective rank {found['effective_rank']:,.1f} of at most {most:,}"
         " (exp of the entropy of the spectrum): about so many directions carry the"
-        f" features. Mean cosine of two different examples {_number(found['mean_cosine'])}."
-        f" Log norm and log label count correlate at {_number(found['label_correlation'], 2)};"
-        f" the norm goes as labels^{_number(found['label_exponent'], 2)}, and would go as"
+        f" features. Mean cosine of two different examples {cosine}."
+        f" Log norm and log label count correlate at {correlation};"
+        f" the norm goes as labels^{power}, and would go as"
         " labels^−0.5 if the gradients of an example's tokens were independent."
     )
     return f"<p>{style.escape(text)}</p>"
