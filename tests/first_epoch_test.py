@@ -1,6 +1,11 @@
 """Features collected from the passes that train: exact, resumable, or refused."""
 
 import dataclasses
+import os
+import pathlib
+import socket
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -15,6 +20,29 @@ from clusterjax.features import collected, vectors
 from clusterjax.selection import quotas
 from experiments import first_epoch, history, saved_run
 from experiments import run as run_lib
+
+CHILD = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+from clusterjax import distributed
+distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
+import pathlib
+import numpy as np
+import first_epoch_test as cases
+import training_cases
+from clusterjax import config
+from clusterjax import mesh as mesh_lib
+folder = pathlib.Path(sys.argv[3])
+corpus = training_cases.corpus()
+schedule = training_cases.schedule(corpus)
+mesh = mesh_lib.build(config.MeshConfig())
+found = cases._train(training_cases.model(), corpus, schedule, mesh, folder)
+np.save(folder / f"raw-{sys.argv[2]}.npy", found.gather(corpus.num_examples)[0])
+again = cases.collection.Collection(folder / "features", schedule.num_steps, 1)
+again.resume(schedule.num_steps)
+np.save(folder / f"read-{sys.argv[2]}.npy", again.gather(corpus.num_examples)[0])
+"""
 
 
 def _corpus():
@@ -276,3 +304,36 @@ def test_stopped_runs_give_the_same_plan_and_parameters(tmp_path, monkeypatch):
     again = saved_run.load(tmp_path / "stopped")
     assert again.schedule is not None and again.schedule.num_steps == 6
     assert again.schedule.fingerprint == found.schedule.fingerprint
+
+
+@pytest.mark.slow
+def test_every_process_has_the_features_of_all(make_mesh, tmp_path):
+    tests = pathlib.Path(__file__).parent
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    paths = os.pathsep.join([str(tests.parent), str(tests)])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(port), str(i), str(tmp_path)],
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+        for i in (0, 1)
+    ]
+    try:
+        assert [process.wait(timeout=600) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    corpus = training_cases.corpus()
+    one = _train(
+        training_cases.model(),
+        corpus,
+        training_cases.schedule(corpus),
+        make_mesh(4),
+        tmp_path / "one",
+    )
+    expected = one.gather(corpus.num_examples)[0]
+    for name in ("raw-0", "raw-1", "read-0", "read-1"):
+        found = np.load(tmp_path / f"{name}.npy")
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
