@@ -125,7 +125,9 @@ def _differences(folder: epath.Path, config: config_lib.Config) -> list[str]:
     path = folder / "config.json"
     if not path.exists():
         return []
-    there, here = _flat(files.read_json(path)), _flat(_plain(config))
+    # What an earlier version had no key for, it did as the key's default does.
+    there = _flat(_plain(config_lib.Config())) | _flat(files.read_json(path))
+    here = _flat(_plain(config))
     return [
         f"{name}: {there.get(name)!r} there, {here.get(name)!r} now"
         for name in sorted(there | here)

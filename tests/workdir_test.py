@@ -43,6 +43,22 @@ def test_another_config_is_refused_and_the_key_named(tmp_path):
     assert len(list(tmp_path.glob("run.old-*"))) == 1
 
 
+def test_a_folder_of_an_earlier_version_lacks_new_keys(tmp_path):
+    with workdir.opened(tmp_path / "run", CONFIG) as folder:
+        saved = files.read_json(folder / "config.json")
+    del saved["allocation"]["herding_exchanges"]
+    files.write_json(folder / "config.json", saved)
+    with workdir.opened(tmp_path / "run", CONFIG):
+        pass
+    changed = config_lib.AllocationConfig(herding_exchanges=7)
+    other = dataclasses.replace(CONFIG, allocation=changed)
+    with (
+        pytest.raises(errors.WorkdirError, match=r"herding_exchanges: 100 there, 7"),
+        workdir.opened(tmp_path / "run", other),
+    ):
+        pass
+
+
 def test_keys_that_change_no_result_may_differ(tmp_path):
     with workdir.opened(tmp_path / "run", CONFIG):
         pass
