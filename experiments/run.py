@@ -261,7 +261,12 @@ def _target_features(run: Run) -> datatypes.GradientFeatures | None:
             f" {', '.join(names) or 'none'} (data.eval_sources)"
         )
     found = features.compute(
-        run.model, run.eval_corpus, config.features, run.mesh, perf=config.perf
+        run.model,
+        run.eval_corpus,
+        config.features,
+        run.mesh,
+        perf=config.perf,
+        **feature_pass.adapters(run.model, config),
     )
     keep = found.source_id == names.index(wanted)
     arrays = {
