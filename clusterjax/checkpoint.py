@@ -207,8 +207,11 @@ def read_params(directory: epath.PathLike, step: int) -> dict[str, np.ndarray]:
         raise errors.CheckpointError(f"{directory} has no checkpoint of step {step}")
     reader = ocp.PyTreeCheckpointer()
     try:
-        tree = reader.metadata(folder).item_metadata.tree
-        host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        saved = reader.metadata(folder).item_metadata
+        assert saved is not None, "no description of its arrays"
+        host = jax.tree.map(
+            lambda _: ocp.RestoreArgs(restore_type=np.ndarray), saved.tree
+        )
         return reader.restore(folder, restore_args=host)["params"]
     except Exception as error:  # Orbax raises many kinds for damaged files
         raise errors.CheckpointError(f"{folder} can't be read: {error}") from error

@@ -78,7 +78,7 @@ def _end(
     look: style.Look,
     cost: costs.Cost,
     colored: bool,
-) -> float:
+) -> intervals.Interval:
     loss = group.interval(lambda row: row.loss)
     spent = intervals.interval([cost.of(row, row.heldout[-1]) for row in group.rows])
     axis.errorbar(
