@@ -11,6 +11,7 @@ of where each kill fell.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pathlib
@@ -21,15 +22,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from absl import app, flags
-
 from clusterjax import faults
 from experiments.bench import record
-
-_FOLDER = flags.DEFINE_string("folder", None, "Empty folder for both runs.")
-_DEVICES = flags.DEFINE_integer("devices", 2, "Simulated devices.")
-_OUTPUT = flags.DEFINE_string("output", None, "JSON file for the table.")
-_SIGNAL = flags.DEFINE_enum("signal", "KILL", ["KILL", "TERM"], "What strikes.")
 
 _STEPS = 40
 
@@ -145,22 +139,29 @@ def _row(row: dict[str, Any]) -> str:
     return f"{row['moment']:<28} exit {row['code']:>4}  {row['fell']}"
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Runs the comparison and prints the table."""
-    del argv
-    if not _FOLDER.value:
-        raise SystemExit("--folder DIR is needed")
-    rows = survive(pathlib.Path(_FOLDER.value), _DEVICES.value, _SIGNAL.value)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", required=True, type=pathlib.Path, help="empty, for both runs"
+    )
+    parser.add_argument("--devices", type=int, default=2, help="simulated devices")
+    parser.add_argument("--signal", default="KILL", choices=("KILL", "TERM"))
+    parser.add_argument("--output", help="JSON file for the table")
+    options = parser.parse_args(argv)
+    rows = survive(options.folder, options.devices, options.signal)
     struck = sum(row["code"] not in (0,) for row in rows)
     print(f"{struck} of {len(rows)} blows fell; both runs ended equal, bit for bit")
-    if _OUTPUT.value:
+    if options.output:
         table = record.Table(
             "kills",
             ("moment", "exit code", "last line printed before"),
             [(row["moment"], row["code"], row["fell"]) for row in rows],
         )
-        record.write(_OUTPUT.value, "survival", [table])
+        record.write(options.output, "survival", [table])
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()
