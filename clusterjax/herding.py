@@ -49,7 +49,8 @@ def vectors(
     if normalise == "token":
         weight_N = weight_N * num_labels_N
     result_ND = np.empty(values_ND.shape, np.float32)
-    balance_NK = np.zeros((len(values_ND), len(share_K)), np.float32)
+    columns = len(share_K) if normalise == "token" else 0
+    balance_NK = np.zeros((len(values_ND), columns), np.float32)
     for cluster in range(len(share_K)):
         members = np.flatnonzero(cluster_id_N == cluster)
         if not len(members):
@@ -61,11 +62,10 @@ def vectors(
         result_ND[members] = (gradients - mean_D.astype(np.float32)) * scale[
             :, None
         ].astype(np.float32)
-        excess = weight / weight.mean() - 1
-        balance_NK[members, cluster] = excess * _unit(excess, result_ND[members])
-    if normalise == "token":
-        return np.hstack([result_ND, balance_NK])
-    return result_ND
+        if balance_NK.size:
+            excess = weight / weight.mean() - 1
+            balance_NK[members, cluster] = excess * _unit(excess, result_ND[members])
+    return np.hstack([result_ND, balance_NK]) if balance_NK.size else result_ND
 
 
 def _unit(excess_n: np.ndarray, vectors_nD: np.ndarray) -> float:

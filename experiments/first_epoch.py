@@ -20,12 +20,12 @@ from clusterjax import (
     files,
     progress,
     selection,
-    train,
 )
 from clusterjax import config as config_lib
 from clusterjax import mesh as mesh_lib
 from clusterjax.features import collected, model_state
 from clusterjax.selection import quotas
+from experiments import part
 
 # The later epochs cover a fixed number of steps, in as many epochs as that takes.
 _MANY_EPOCHS = 10_000
@@ -128,24 +128,7 @@ def collect(run: Any) -> collection.Collection:
         run.folder / "first_epoch" / "features", schedule.num_steps, slots
     )
     with run.ledger.stage("train") as entry:
-        train.fit(
-            run.model,
-            corpus,
-            schedule,
-            config.train,
-            run.mesh,
-            run.folder,
-            tokenizer=run.tokenizer,
-            eval_corpus=run.eval_corpus,
-            model_cfg=config.model,
-            eval_cfg=config.eval,
-            mesh_cfg=config.mesh,
-            perf=config.perf,
-            report=config.report,
-            stop_at=schedule.num_steps,
-            total_steps=total,
-            collect=found,
-        )
+        part.fit(run, schedule, stop=schedule.num_steps, total=total, collect=found)
         entry.detail = f"{schedule.num_steps:,} of {total:,} steps, on all data"
     return found
 

@@ -16,9 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clusterjax import errors, files
-from experiments import comparison, machine
+from experiments import comparison, machine, rounding
 
-_SIGNIFICANT = 6
 # A path from the root, but not a fraction (`a/b`) or an address (`https://…`).
 _ABSOLUTE = re.compile(r"(?<![\w./:~-])/[\w.-]+/[\w./-]*")
 
@@ -96,7 +95,7 @@ def value_of(
         "random": result.random,
         "rows": [_portable(row, name) for row in result.rows],
     }
-    value = _rounded(value)
+    value = rounding.rounded(value)
     check_portable(value)
     return value
 
@@ -165,16 +164,6 @@ def _common(environments: Sequence[Mapping[str, Any]], key: str) -> dict[str, An
         for name, value in first.items()
         if value and all(e[key].get(name) == value for e in environments)
     }
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.{_SIGNIFICANT}g}")
-    if isinstance(value, Mapping):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    return value
 
 
 def _texts(value: Any) -> list[str]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from clusterjax import datatypes, progress, train
 from clusterjax.clustering import matching
-from experiments import first_epoch
+from experiments import first_epoch, part
 
 Stage = Callable[[Any], None]
 
@@ -49,31 +49,9 @@ def train_all(run: Any, features: Stage, cluster: Stage, select: Stage) -> train
             select(current)
         if newest > stop:
             continue  # a later part has begun: its plan is saved
-        result = _fit(run, current.schedule, start, stop, total)
+        result = part.fit(run, current.schedule, start=start, stop=stop, total=total)
     assert result is not None
     return result
-
-
-def _fit(run: Any, schedule: Any, start: int, stop: int, total: int) -> train.Result:
-    config = run.config
-    return train.fit(
-        run.model,
-        run.corpus,
-        schedule,
-        config.train,
-        run.mesh,
-        run.folder,
-        tokenizer=run.tokenizer,
-        eval_corpus=run.eval_corpus,
-        model_cfg=config.model,
-        eval_cfg=config.eval,
-        mesh_cfg=config.mesh,
-        perf=config.perf,
-        report=config.report,
-        start_at=start,
-        stop_at=stop,
-        total_steps=total,
-    )
 
 
 def _renewed(

@@ -3,14 +3,14 @@
 import importlib
 import json
 
+import multiprocess_run
 import numpy as np
 import pytest
-from flax import nnx
 
 from clusterjax import config as config_lib
 from clusterjax import data, models
 from clusterjax.data import tokenizer as tokenizer_lib
-from clusterjax.models import checkpoints, decoder, hf_config
+from clusterjax.models import hf_config
 from experiments import estimate, run
 
 NAMES = (
@@ -50,17 +50,8 @@ def _rows(name: str, count: int = 48) -> list[dict[str, object]]:
 def tiny(tmp_path_factory):
     """A checkpoint of one layer with the tokenizer of the built-in model."""
     folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = tokenizer_lib.Tokenizer.load(checkpoints.directory_of("builtin"))
-    cfg = decoder.DecoderConfig(
-        vocab_size=-(-tokenizer.vocab_size // 8) * 8,
-        hidden_size=16,
-        intermediate_size=32,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=8,
-    )
-    models.save(decoder.Decoder(cfg, nnx.Rngs(0)), tokenizer, folder)
+    multiprocess_run.make_model(folder)
+    tokenizer = tokenizer_lib.Tokenizer.load(folder)
     return folder, tokenizer
 
 

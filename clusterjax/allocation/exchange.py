@@ -40,8 +40,9 @@ def improve(
       seed: of the pairs.
 
     Returns:
-      int64 [M], entries in the new order. O(rounds · M · B · D) without, and
-      O(M² · D + rounds · M · B) with room for all inner products (0.5 GB).
+      int64 [M], entries in the new order. A round takes the inner products of every
+      pair of steps, O(M · B · D), or looks them up where all M² fit into 0.5 GB, and
+      O(B²) for each exchange.
     """
     order_M = np.asarray(order_M, np.int64).copy()
     size_S = counts_SK.sum(1)

@@ -29,7 +29,7 @@ import numpy as np
 
 from clusterjax import config, data, datatypes, models, progress
 from clusterjax.features import batches, extraction, extractors, model_state
-from experiments.bench import record
+from experiments.bench import peer_examples, record
 
 Times = dict[str, float]
 _TITLES = {
@@ -148,7 +148,7 @@ def measure(options: argparse.Namespace) -> tuple[list[record.Table], dict, dict
             for name, keys in settings.items()
         }
         start = {
-            "examples": _for_peer(corpus),
+            "examples": peer_examples.of(corpus),
             "batch": options.batch,
             "dim": options.dim,
         }
@@ -228,15 +228,6 @@ def _corpus(tokenizer: Any, options: argparse.Namespace) -> datatypes.Corpus:
     )
     cfg = config.DataConfig(sources=(source,), max_length=options.max_length)
     return data.load(cfg, tokenizer)
-
-
-def _for_peer(corpus: datatypes.Corpus) -> list[Any]:
-    result = []
-    for i in range(corpus.num_examples):
-        tokens, is_label = corpus.example(i)
-        labels = np.where(is_label, tokens, -100)
-        result.append((tokens.tolist(), labels.tolist()))
-    return result
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -34,7 +34,7 @@ from absl import app, flags
 
 from clusterjax import config, data, datatypes, models, progress
 from clusterjax.features import batches, extraction, extractors, model_state
-from experiments.bench import record
+from experiments.bench import peer_examples, record
 
 _MODEL = flags.DEFINE_string("model", None, "Hugging Face directory of the decoder.")
 _PEER = flags.DEFINE_string(
@@ -175,7 +175,7 @@ def measure(model_path: str, peer_python: str) -> dict[str, Any]:
     }
     passes = {kind: Ours(model, corpus, cfg) for kind, cfg in kinds.items()}
     passes["body"] = Ours(model, corpus, config.FeaturesConfig(), only_body=True)
-    peer = Peer(peer_python, model_path, _for_peer(corpus))
+    peer = Peer(peer_python, model_path, peer_examples.of(corpus))
     orders = {
         "torch_proxy": {"run": "proxy", "batch": _PEER_BATCH},
         "torch_func": {"run": "sketches", "count": _GRADIENTS.value, "k": _K},
@@ -289,15 +289,6 @@ def _corpus(tokenizer: Any, count: int) -> datatypes.Corpus:
     source = config.SourceConfig(path="builtin:stdlib_functions", max_examples=count)
     cfg = config.DataConfig(sources=(source,), max_length=_LENGTH.value)
     return data.load(cfg, tokenizer)
-
-
-def _for_peer(corpus: datatypes.Corpus) -> list[Any]:
-    result = []
-    for i in range(corpus.num_examples):
-        tokens, is_label = corpus.example(i)
-        labels = np.where(is_label, tokens, -100)
-        result.append((tokens.tolist(), labels.tolist()))
-    return result
 
 
 def main(argv: Sequence[str]) -> None:

@@ -16,11 +16,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clusterjax import errors, files
-from experiments import machine
+from experiments import machine, rounding
 
 KIND = "benchmark"
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
-_SIGNIFICANT = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +97,12 @@ def text_of(value: Mapping[str, Any]) -> str:
     """JSON, one line for each row of a table and for each measurement."""
     tables = ",\n".join("  " + _table_text(table) for table in value["tables"])
     parts = [
-        f" {json.dumps(key)}: {json.dumps(_rounded(item), ensure_ascii=False)}"
+        f" {json.dumps(key)}: {json.dumps(rounding.rounded(item), ensure_ascii=False)}"
         for key, item in value.items()
         if key not in ("tables", "details")
     ]
     details = ",\n".join(
-        f"  {json.dumps(key)}: {json.dumps(_rounded(item), ensure_ascii=False)}"
+        f"  {json.dumps(key)}: {json.dumps(rounding.rounded(item), ensure_ascii=False)}"
         for key, item in value["details"].items()
     )
     parts.append(f' "tables": [\n{tables}\n ]')
@@ -114,9 +113,9 @@ def text_of(value: Mapping[str, Any]) -> str:
 def _table_text(table: Mapping[str, Any]) -> str:
     head = {key: item for key, item in table.items() if key != "rows"}
     rows = ",\n    ".join(
-        json.dumps(_rounded(row), ensure_ascii=False) for row in table["rows"]
+        json.dumps(rounding.rounded(row), ensure_ascii=False) for row in table["rows"]
     )
-    start = json.dumps(_rounded(head), ensure_ascii=False)[:-1]
+    start = json.dumps(rounding.rounded(head), ensure_ascii=False)[:-1]
     return f'{start}, "rows": [\n    {rows}\n  ]}}'
 
 
@@ -157,13 +156,3 @@ def _text(value: Any, digits: int | None) -> str:
         # Three significant digits without an exponent for usual sizes.
         text = f"{value:#.3g}".rstrip(".")
     return text.replace("-", "−") if value < 0 else text
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.{_SIGNIFICANT}g}")
-    if isinstance(value, Mapping):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    return value
