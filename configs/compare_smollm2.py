@@ -3,9 +3,8 @@
     python -m experiments.compare --config configs/compare_smollm2.py
 
 Model and data come from the commands in configs/smollm2_real.py; other places go in as
-`--set model.path=DIR`. The budget is what the paper's setting keeps (quota `min`, ratio
-1.0, farthest). `--seeds` and `--methods` run a part; a second start goes on where the
-first one stopped.
+`--set model.path=DIR`. The budget is what the paper's setting keeps at its ratio 0.5.
+`--seeds` and `--methods` run a part; a second start goes on where the first one stopped.
 """
 
 from experiments import grid
@@ -16,14 +15,16 @@ _BALANCED = {
     "selection.share": "tokens",
     "allocation.order": "herded",
 }
+_ONCE = {"selection.target_fraction": 0.6, "allocation.num_epochs": 1}
 
 
 def get_config() -> grid.Comparison:
     return grid.Comparison(
         base="configs/smollm2_real.py",
         methods={
-            "paper": {},
+            "paper": {"selection.ratio": 0.5},
             "full": {"selection.method": "full"},
+            "full one epoch": {"selection.method": "full", "allocation.num_epochs": 1},
             "random": {"selection.method": "random"},
             "herding": {
                 **_BALANCED,
@@ -32,7 +33,12 @@ def get_config() -> grid.Comparison:
             },
             # Two epochs as well, of which the first is on everything.
             "first epoch": {**_BALANCED, "features.during_first_epoch": True},
+            # More examples, but each once: by a pass through a fifth of the layers.
+            "herding once": {**_BALANCED, "features.num_layers": 6, **_ONCE},
+            "random once": {"selection.method": "random", **_ONCE},
         },
         seeds=(0, 1, 2),
         budget_of="paper",
+        # Of 5e-5 and 2e-4 the better one for a random third of the data.
+        shared={"train.optimizer.learning_rate": 2e-4},
     )

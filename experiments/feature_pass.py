@@ -113,8 +113,8 @@ def figures(
             mesh,
             perf=config.perf,
             **adapters(model, config),
-            cluster=lambda some: _clusters(some, config, mesh).cluster_id,
-            keep=lambda some: _kept(some, config, mesh),
+            cluster=lambda some: partition(some, config, mesh).cluster_id,
+            keep=lambda some: keep(some, config, mesh),
         )
         result["agreement"] = dataclasses.asdict(found)
     if config.features.worth_sample:
@@ -122,25 +122,27 @@ def figures(
     return result
 
 
-def _clusters(
+def partition(
     feats: datatypes.GradientFeatures,
     config: config_lib.Config,
     mesh: jax.sharding.Mesh,
 ) -> datatypes.Clustering:
+    """Clusters as k-means finds them, without floor or cache."""
     # A sample has small clusters: they are compared as they are.
     cfg = dataclasses.replace(config.clustering, min_cluster_size=0)
     return clustering.fit(feats, cfg, mesh, jax.random.key(cfg.seed))
 
 
-def _kept(
+def keep(
     feats: datatypes.GradientFeatures,
     config: config_lib.Config,
     mesh: jax.sharding.Mesh,
 ) -> np.ndarray:
+    """Uids of what `selection.method=cluster` keeps of such clusters."""
     cfg = dataclasses.replace(
         config.selection, method="cluster", min_kept_fraction=0.0, num_kept=None
     )
-    clusters = _clusters(feats, config, mesh)
+    clusters = partition(feats, config, mesh)
     return selection.select(clusters, feats, cfg, subset_rules=subset).uid
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from clusterjax import clustering, config, datatypes, errors
-from clusterjax.clustering import floor, lloyd, restarts, seeding
+from clusterjax.clustering import bounded, floor, lloyd, restarts, seeding
 from clusterjax.clustering import rows as rows_lib
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "selection"
@@ -104,13 +104,15 @@ def test_same_seed_gives_the_same_bits(rng):
 
 
 @pytest.mark.parametrize("rows", [1024, 4096])
-def test_one_all_reduce_of_sums_and_counts_per_iteration(make_mesh, rows):
+@pytest.mark.parametrize("module", [lloyd, bounded])
+def test_one_all_reduce_of_sums_and_counts_per_iteration(make_mesh, rows, module):
     clusters, dim = 3, 5
     mesh = make_mesh(data=2, fsdp=2)
     options = lloyd.Options(spherical=False, mesh=mesh, block=256, scatter=False)
     state = lloyd.initial(jnp.zeros((1, clusters, dim)))
-    lowered = lloyd._run.lower(
-        jnp.zeros((rows, dim)), jnp.ones(rows), state, 0.0, 10, options=options
+    vectors = [jnp.ones(rows)] * (1 if module is lloyd else 2)
+    lowered = module._run.lower(
+        jnp.zeros((rows, dim)), *vectors, state, 0.0, 10, options=options
     )
     text = lowered.compile().as_text()
     collectives = re.findall(
@@ -145,6 +147,83 @@ def test_equals_the_numpy_twin_from_equal_starts(rng, clusters):
     np.testing.assert_array_equal(found.cluster_id, label)
     np.testing.assert_allclose(found.centroids, centers, rtol=0, atol=2e-5)
     assert found.inertia == pytest.approx(inertia, rel=1e-5)
+
+
+@pytest.mark.parametrize("clusters", [2, 7, 40])
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2)])
+def test_bounds_leave_the_iterations_as_they_are(
+    make_mesh, rng, clusters, layout, monkeypatch
+):
+    # 40 clusters share bounds, and their sums are added row by row.
+    monkeypatch.setattr(bounded, "_RENEW_EVERY", 5)
+    monkeypatch.setattr(bounded, "_CHUNK", 16)
+    values = blobs(rng, num_rows=3000, clusters=clusters, spread=1.0)
+    weights = np.where(rng.random(3000) < 0.1, 0, rng.uniform(0.5, 2, 3000))
+    rows = rows_lib.place(
+        values,
+        weights.astype(np.float32),
+        make_mesh(data=layout[0], fsdp=layout[1]),
+        block_rows=256,
+    )
+    starts = rows.fetch(rng.choice(3000, clusters, replace=False))
+    options = restarts.loop_options(rows, clusters)
+    for iterations in (1, 2, 4, 17):
+        state = lloyd.initial(jnp.asarray(starts)[None])
+        plain = lloyd.run(rows, state, 0.0, iterations, options)
+        found = bounded.run(rows, state, 0.0, iterations, options)
+        assert int(found.iterations_G[0]) == int(plain.iterations_G[0])
+        np.testing.assert_allclose(
+            found.centers_GKD, plain.centers_GKD, rtol=0, atol=1e-5
+        )
+        np.testing.assert_allclose(found.weight_GK, plain.weight_GK, rtol=1e-5)
+
+
+def test_rows_that_cannot_change_are_not_read(rng):
+    values = blobs(rng, num_rows=1024, clusters=3, spread=0.05)
+    rows = rows_lib.place(values, None, None, block_rows=256)
+    options = restarts.loop_options(rows, 3)
+    centers, label, _ = numpy_lloyd(values, values[:3], np.ones(1024), iterations=5)
+    centers = jnp.asarray(centers, jnp.float32)
+
+    def read(x, centers, bounds):
+        return bounded._read(x, rows.weight_N, rows.square_N, centers, bounds, options)
+
+    nothing = bounded._Bounds(
+        label_n=jnp.full(1024, -1),
+        upper_n=jnp.zeros(1024),
+        lower_nT=jnp.zeros((1024, 3)),
+        moved_K=jnp.zeros(3),
+        fled_T=jnp.zeros(3),
+        total_KE=jnp.zeros((3, 7)),
+    )
+    bounds, total = read(rows.values_ND, centers, nothing)
+    np.testing.assert_array_equal(bounds.label_n, label)
+    np.testing.assert_allclose(total[:, -1], np.bincount(label, minlength=3))
+    # A short step, after which rows that are read again would spoil the sums.
+    moved = bounded._moved(bounds, jnp.full((3, 6), 1e-3))
+    spoilt, change = read(rows.values_ND * np.nan, centers + 1e-3, moved)
+    np.testing.assert_array_equal(change, 0)
+    np.testing.assert_array_equal(spoilt.label_n, label)
+    # After a long one all are read.
+    moved = bounded._moved(bounds, jnp.full((3, 6), 10.0))
+    assert np.isnan(read(rows.values_ND * np.nan, centers + 10, moved)[0].upper_n).all()
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_rows_move_only_where_they_lie_far_from_the_origin(rng, far):
+    values = (rng.normal(size=(500, 4)) + (50 if far else 0.3)).astype(np.float32)
+    weights = rng.uniform(0.5, 2, 500).astype(np.float32)
+    rows = rows_lib.place(values, weights, None)
+    mean = np.average(values.astype(np.float64), axis=0, weights=weights)
+    expected = mean if far else np.zeros(4)
+    np.testing.assert_allclose(rows.offset_D, expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        rows.fetch(np.arange(500)), values - expected, rtol=0, atol=2e-5
+    )
+    variance = np.average((values - mean) ** 2, axis=0, weights=weights).mean()
+    assert rows.variance == pytest.approx(variance, rel=1e-4)
+    squares = rows_lib.to_host(rows.square_N, 500)
+    np.testing.assert_allclose(squares, ((values - expected) ** 2).sum(1), rtol=1e-3)
 
 
 def test_four_points_by_hand():

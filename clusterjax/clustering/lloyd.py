@@ -106,7 +106,7 @@ def _run(
         def iterate(state: LoopState) -> LoopState:
             sums = _sums(x_nbD, w_nb, state.centers_GKD, axes, options)
             total = jax.lax.psum(sums, axes)
-            return _advance(state, total, tolerance, max_iterations, options.spherical)
+            return advance(state, total, tolerance, max_iterations, options.spherical)
 
         return jax.lax.while_loop(unfinished, iterate, state)
 
@@ -154,7 +154,7 @@ def _sums(
     groups, clusters, dim = centers_GKD.shape
     flat_CD = centers_GKD.reshape(-1, dim)
     half_C = 0.5 * jnp.sum(flat_CD**2, axis=1)
-    add = _scatter if options.scatter else _one_hot
+    add = scatter if options.scatter else one_hot
 
     def block(carry: tuple, args: tuple[jax.Array, jax.Array]) -> tuple:
         x_bD, w_b = args
@@ -171,13 +171,13 @@ def _sums(
     return jnp.concatenate([sums_GKD, count_GK[..., None]], axis=-1)
 
 
-def _one_hot(
+def one_hot(
     x_bD: jax.Array, w_b: jax.Array, label_bG: jax.Array, clusters: int
 ) -> tuple[jax.Array, jax.Array]:
     """Sums [G, K, D] and weights [G, K] of a block, by a matrix product."""
     groups = label_bG.shape[1]
-    one_hot = label_bG[..., None] == jnp.arange(clusters)[None, None]
-    weight_bGK = jnp.where(one_hot, w_b[:, None, None], 0)
+    member_bGK = label_bG[..., None] == jnp.arange(clusters)[None, None]
+    weight_bGK = jnp.where(member_bGK, w_b[:, None, None], 0)
     weight_bC = weight_bGK.reshape(len(w_b), -1)
     sums_CD = jnp.matmul(weight_bC.T, x_bD, precision=assignment.HIGHEST)
     return (
@@ -186,10 +186,10 @@ def _one_hot(
     )
 
 
-def _scatter(
+def scatter(
     x_bD: jax.Array, w_b: jax.Array, label_bG: jax.Array, clusters: int
 ) -> tuple[jax.Array, jax.Array]:
-    """As `_one_hot`, row by row: less work for many clusters, but a serial loop."""
+    """As `one_hot`, row by row: less work for many clusters, but a serial loop."""
     weighted_bD = x_bD * w_b[:, None]
     sums = [
         jax.ops.segment_sum(weighted_bD, label_b, clusters) for label_b in label_bG.T
@@ -198,7 +198,7 @@ def _scatter(
     return jnp.stack(sums), jnp.stack(counts)
 
 
-def _advance(
+def advance(
     state: LoopState,
     sums_GKE: jax.Array,
     tolerance: jax.Array,

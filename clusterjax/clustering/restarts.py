@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clusterjax.clustering import assignment, lloyd, seeding
+from clusterjax.clustering import assignment, bounded, lloyd, seeding
 from clusterjax.clustering import rows as rows_lib
 
 # Columns of the distance product that starts running together may fill.
@@ -134,13 +134,16 @@ def converge(
 
 
 def loop_options(rows: rows_lib.Rows, num_clusters: int) -> lloyd.Options:
-    on_cpu = rows.mesh.devices.flat[0].platform == "cpu"
     return lloyd.Options(
         spherical=rows.spherical,
         mesh=rows.mesh,
         block=rows.block,
-        scatter=on_cpu and num_clusters >= SCATTER_CLUSTERS,
+        scatter=_on_cpu(rows) and num_clusters >= SCATTER_CLUSTERS,
     )
+
+
+def _on_cpu(rows: rows_lib.Rows) -> bool:
+    return rows.mesh.devices.flat[0].platform == "cpu"
 
 
 def fill(
@@ -160,9 +163,12 @@ def _iterate(
     rows: rows_lib.Rows, state: lloyd.LoopState, limits: Limits
 ) -> lloyd.LoopState:
     """Lloyd's iterations of one group; an empty cluster takes the farthest row."""
-    options = loop_options(rows, state.centers_GKD.shape[1])
+    groups, clusters, _ = state.centers_GKD.shape
+    bounds_help = groups == 1 and clusters > 1 and _on_cpu(rows)
+    run = bounded.run if bounds_help else lloyd.run
+    options = loop_options(rows, clusters)
     while True:
-        state = lloyd.run(
+        state = run(
             rows, state, limits.tol * rows.variance, limits.max_iterations, options
         )
         empty_GK = np.asarray(state.empty_GK)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +31,14 @@ SHARED_ROWS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows on the devices, centred, padded with weight 0 to whole blocks.
+    """Rows on the devices, near the origin, padded with weight 0 to whole blocks.
 
     Attributes:
       values_ND: float32 [N', D], sharded by rows.
       weight_N: float32 [N'], 0 for padding.
-      square_N: float32 [N'], squared length of each (centred) row.
-      offset_D: float32 [D], was subtracted from every row.
+      square_N: float32 [N'], squared length of each row as it is here.
+      offset_D: float32 [D], was subtracted from every row: the mean row, or nothing
+        where the rows lie about the origin anyway.
       variance: mean over features of the (weighted) variance.
       num_rows: N, without padding.
       spherical: rows are scaled to unit length, and centres are to be.
@@ -56,7 +57,7 @@ class Rows:
     block: int
 
     def fetch(self, index: np.ndarray) -> np.ndarray:
-        """float32 [len(index), D], the (centred) rows of these numbers, on the host."""
+        """float32 [len(index), D], the rows of these numbers, on the host."""
         return np.asarray(_take(self.values_ND, jnp.asarray(index), mesh=self.mesh))
 
 
@@ -97,8 +98,8 @@ def place(
         reads only the rows of its own shards.
       weight_N: float [N] row weights, all 1 when None.
       mesh: mesh with an axis `data` and/or `fsdp`.
-      spherical: scale rows to unit length; otherwise the mean row is subtracted, which
-        keeps distances exact far from the origin.
+      spherical: scale rows to unit length; otherwise the mean row is subtracted where
+        it is long, which keeps distances exact far from the origin.
       row_names: ids of the rows for error messages, row numbers when None.
       block_rows: most rows whose distances are in memory at once.
       like: rows of a shape that is already compiled for, taken over if it is small.
@@ -118,32 +119,37 @@ def place(
 
     def rows_of(index: Any) -> np.ndarray:
         start, stop, _ = index[0].indices(padded)
-        part = np.asarray(values_ND[start : min(stop, num_rows)], np.float32)
-        return _pad(part, stop - start)
+        return _pad(values_ND[start : min(stop, num_rows)], stop - start)
 
     def weights_of(index: Any) -> np.ndarray:
         start, stop, _ = index[0].indices(padded)
         size = max(0, min(stop, num_rows) - start)
-        part = (
-            np.ones(size, np.float32)
-            if weight_N is None
-            else np.asarray(weight_N[start : start + size], np.float32)
-        )
+        part = np.ones(size) if weight_N is None else weight_N[start : start + size]
         return _pad(part, stop - start)
 
     values = jax.make_array_from_callback((padded, dim), sharding, rows_of)
     weight = jax.make_array_from_callback((padded,), sharding, weights_of)
-    values, square, offset, variance, finite = _prepare(
-        values, weight, num_rows, spherical=spherical, mesh=mesh
-    )
-    finite_N = to_host(finite, num_rows)
+    found = _measure(values, weight, num_rows, spherical=spherical, mesh=mesh)
+    finite_N = to_host(found.finite_N, num_rows)
     if not finite_N.all():
         raise _not_finite(np.flatnonzero(~finite_N), num_rows, row_names)
+    offset_D = np.zeros(dim, np.float32)
+    square_N, variance = found.square_N, found.variance
+    # Only where needed: a second copy of all rows takes longer than an iteration.
+    if spherical:
+        values, square_N, _ = _shift(
+            values, weight, num_rows, offset_D, spherical=True, mesh=mesh
+        )
+    elif _is_far(found):
+        offset_D = np.asarray(found.mean_D)
+        values, square_N, variance = _shift(
+            values, weight, num_rows, offset_D, spherical=False, mesh=mesh
+        )
     return Rows(
         values_ND=values,
         weight_N=weight,
-        square_N=square,
-        offset_D=np.asarray(offset),
+        square_N=square_N,
+        offset_D=offset_D,
         variance=float(variance),
         num_rows=num_rows,
         spherical=spherical,
@@ -161,41 +167,110 @@ def to_host(array: jax.Array, num_rows: int) -> np.ndarray:
     return np.asarray(array)[:num_rows]
 
 
+class _Measures(NamedTuple):
+    """Of rows as they come (or of their directions).
+
+    Attributes:
+      mean_D: float32, weighted.
+      variance: float32, mean over features of the weighted variance.
+      square_N: float32, squared lengths.
+      finite_N: bool, whether a row can be used.
+    """
+
+    mean_D: jax.Array
+    variance: jax.Array
+    square_N: jax.Array
+    finite_N: jax.Array
+
+
+def _is_far(found: _Measures) -> bool:
+    """Whether the mean row carries more than half of the mean square."""
+    mean_D = np.asarray(found.mean_D, np.float64)
+    return bool(np.mean(mean_D**2) > float(found.variance))
+
+
 @functools.partial(jax.jit, static_argnames=("spherical", "mesh"))
-def _prepare(
+def _measure(
     values_ND: jax.Array,
     weight_N: jax.Array,
     num_rows: jax.Array,
     *,
     spherical: bool,
     mesh: Mesh,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Centred (or unit) rows, squares, offset, mean variance, which are finite."""
+) -> _Measures:
     axes = data_axes(mesh)
 
-    def local(x_ND: jax.Array, w_N: jax.Array) -> Any:
-        total = jax.lax.psum(jnp.sum(w_N), axes)
-        real_N = _global_row(x_ND.shape[0], axes, mesh) < num_rows
-        length_N = jnp.sqrt(jnp.sum(x_ND * x_ND, axis=1))
-        finite_N = jnp.isfinite(length_N)
+    def local(x_ND: jax.Array, w_N: jax.Array) -> _Measures:
+        dim = x_ND.shape[1]
+
+        def body(sums_2D: jax.Array, part: tuple) -> tuple[jax.Array, jax.Array]:
+            x_bD, w_b = part
+            square_b = jnp.sum(x_bD * x_bD, axis=1)
+            if spherical:
+                x_bD = _directions(x_bD)
+            return sums_2D + jnp.stack([w_b @ x_bD, w_b @ (x_bD * x_bD)]), square_b
+
+        in_blocks = x_ND.reshape(-1, NOISE_ROWS, dim), w_N.reshape(-1, NOISE_ROWS)
+        zero_2D = jax.lax.pcast(jnp.zeros((2, dim)), axes, to="varying")
+        sums_2D, square_nb = jax.lax.scan(body, zero_2D, in_blocks)
+        square_N = square_nb.reshape(-1)
+        finite_N = jnp.isfinite(square_N)
         if spherical:
             # A row without a direction is as bad as one that is not finite.
-            finite_N &= (length_N > 0) | ~real_N
-            x_ND = x_ND / jnp.where(length_N > 0, length_N, 1)[:, None]
-        mean_D = jax.lax.psum(w_N @ x_ND, axes) / total
-        second = jax.lax.psum(w_N @ ((x_ND - mean_D[None]) ** 2), axes) / total
-        offset_D = jnp.zeros_like(mean_D) if spherical else mean_D
-        # Padding stays at zero, so that no distance to it can overflow.
-        x_ND = jnp.where(real_N[:, None], x_ND - offset_D[None], 0)
-        square_N = jnp.sum(x_ND * x_ND, axis=1)
-        return x_ND, square_N, offset_D, jnp.mean(second), finite_N
+            finite_N &= (square_N > 0) | ~_is_real(x_ND, num_rows, axes, mesh)
+        total = jax.lax.psum(jnp.sum(w_N), axes)
+        mean_D, second_D = jax.lax.psum(sums_2D, axes) / total
+        return _Measures(mean_D, jnp.mean(second_D - mean_D**2), square_N, finite_N)
 
     return jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(P(axes), P(axes)),
-        out_specs=(P(axes), P(axes), P(), P(), P(axes)),
+        out_specs=_Measures(P(), P(), P(axes), P(axes)),
     )(values_ND, weight_N)
+
+
+@functools.partial(jax.jit, static_argnames=("spherical", "mesh"))
+def _shift(
+    values_ND: jax.Array,
+    weight_N: jax.Array,
+    num_rows: jax.Array,
+    offset_D: jax.Array,
+    *,
+    spherical: bool,
+    mesh: Mesh,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rows less `offset_D`, or their directions; squared lengths; their mean square."""
+    axes = data_axes(mesh)
+
+    def local(
+        x_ND: jax.Array, w_N: jax.Array, offset_D: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        x_ND = _directions(x_ND) if spherical else x_ND - offset_D[None]
+        # Padding stays at zero, so that no distance to it can overflow.
+        x_ND = jnp.where(_is_real(x_ND, num_rows, axes, mesh)[:, None], x_ND, 0)
+        square_N = jnp.sum(x_ND * x_ND, axis=1)
+        second = jax.lax.psum(w_N @ square_N, axes) / jax.lax.psum(w_N.sum(), axes)
+        return x_ND, square_N, second / x_ND.shape[1]
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(P(axes), P(axes), P()),
+        out_specs=(P(axes), P(axes), P()),
+    )(values_ND, weight_N, offset_D)
+
+
+def _directions(x_ND: jax.Array) -> jax.Array:
+    length_N1 = jnp.linalg.norm(x_ND, axis=1, keepdims=True)
+    return x_ND / jnp.where(length_N1 > 0, length_N1, 1)
+
+
+def _is_real(
+    x_ND: jax.Array, num_rows: jax.Array, axes: tuple[str, ...], mesh: Mesh
+) -> jax.Array:
+    """bool [N], which rows of this shard are not padding (inside shard_map)."""
+    return _global_row(len(x_ND), axes, mesh) < num_rows
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
@@ -218,11 +293,19 @@ def shard_index(axes: tuple[str, ...], mesh: Mesh) -> jax.Array:
 
 
 def _pad(part: np.ndarray, size: int) -> np.ndarray:
-    if len(part) == size:
-        return part
-    padded = np.zeros((size, *part.shape[1:]), np.float32)
+    """Float32 [size, …] with zeros at the end, where a device can read it in place."""
+    shape = (size, *part.shape[1:])
+    padded = _aligned(math.prod(shape)).reshape(shape)
     padded[: len(part)] = part
+    padded[len(part) :] = 0
     return padded
+
+
+def _aligned(size: int) -> np.ndarray:
+    """Float32 [size] at a multiple of 64 bytes: JAX takes it on CPUs without a copy."""
+    buffer = np.empty(4 * size + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + 4 * size].view(np.float32)
 
 
 def _check(values_ND: Any, weight_N: np.ndarray | None) -> None:

@@ -9,6 +9,7 @@ SUBJECTS = (
     "collecting",
     "data",
     "features",
+    "passes",
     "planning",
     "survival",
     "training",
