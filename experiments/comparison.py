@@ -201,8 +201,9 @@ def caption(result: Comparison) -> str:
     )
     return (
         f"{what} Held-out loss is unweighted; negative differences are better. Total"
-        " time includes the selection. Every run ends after the same number of passes"
-        " over what it kept; no run is stopped early or chosen by its held-out loss."
+        " time includes the selection. Every run ends after the number of passes over"
+        " what it kept that its config sets; none is stopped early or chosen by its"
+        " held-out loss."
     )
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from clusterjax import errors
-from experiments import comparison, machine, published
+from experiments import comparison, machine, published, reaching
 from experiments.bench import record
 
-PARTS = ("main", "balance", "all", "mechanism", "caption", "made")
+PARTS = ("main", "balance", "all", "reach", "mechanism", "caption", "made")
 
 
 def render(
@@ -25,8 +25,8 @@ def render(
     Args:
       path: a published comparison or the record of a benchmark.
       part: of a comparison: `main` (quality and time), `balance` (the other columns),
-        `all`, `mechanism`, `caption`, or `made` (command, versions, machine); of a
-        benchmark: the name of a table, or `made`.
+        `all`, `reach` (the loss of full training), `mechanism`, `caption`, or `made`
+        (command, versions, machine); of a benchmark: the name of a table, or `made`.
       methods: rows of these methods only, in this order; () = all.
       columns: these columns only, besides the first; () = those of the part.
 
@@ -98,6 +98,8 @@ def _comparison_table(
         if not rows:
             raise errors.UserError("the comparison did not measure the mechanism")
         return comparison.MECHANISM_HEADS, rows
+    if part == "reach":
+        return reaching.HEADS, reaching.table(result)
     rows = comparison.table(result)
     used = comparison.used_columns(rows)
     first = comparison.MAIN_COLUMNS

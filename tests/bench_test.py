@@ -1,12 +1,16 @@
 """What the benchmarks compute besides times: agreement, medians, ratios."""
 
+import argparse
+import json
 import pathlib
 
 import numpy as np
 import pytest
 
+from clusterjax import errors
+from clusterjax.features import agreement
 from experiments.bench import __main__ as bench
-from experiments.bench import attribution, clustering, planning
+from experiments.bench import attribution, clustering, passes, planning, record
 
 
 def test_every_subject_is_a_module():
@@ -68,3 +72,37 @@ def test_planning_notes_blocks_in_milliseconds(capsys):
     assert times.rows[0][0] == "select" and times.rows[0][1] < 1000
     assert times.heads[1] == "wall (ms)" and figures.rows == [("peak", 1.5)]
     assert "s processor" in capsys.readouterr().out
+
+
+def test_a_cheaper_pass_is_measured_by_full_training(tmp_path):
+    options = argparse.Namespace(layers=[6], max_tokens=[48], smaller="a/tiny")
+    assert passes.variants(options) == {
+        "plain": {},
+        "first 6 layers": {"features.num_layers": 6},
+        "first 48 tokens": {"features.max_tokens": 48},
+        "first 6 layers, 48 tokens": {
+            "features.num_layers": 6,
+            "features.max_tokens": 48,
+        },
+        "bfloat16": {"features.compute_dtype": "bfloat16"},
+        "smaller model (tiny)": {"features.model": "a/tiny"},
+    }
+    # A run that went on after a stop has two entries of a stage.
+    entries = [
+        {"stage": "features", "seconds": 2.0, "processor_seconds": 3.0},
+        {"stage": "train", "seconds": 9.0, "processor_seconds": 16.0},
+        {"stage": "features", "seconds": 1.0, "processor_seconds": 1.0},
+    ]
+    (tmp_path / "ledger.json").write_text(json.dumps(entries))
+    seconds = passes.stage(tmp_path, "features")
+    assert seconds == {"wall": 3.0, "processor": 4.0}
+    found = agreement.Agreement(5, 0.5, 0.25, None, 1.0)
+    texts = record.Table(
+        "passes",
+        passes._HEADS,
+        [passes._row("cheap", seconds, passes.stage(tmp_path, "train"), found)],
+        passes._DIGITS,
+    ).texts()
+    assert texts == [("cheap", "3.0", "4.0", "0.2500", "0.500", "0.250", "–", "1.000")]
+    with pytest.raises(errors.UserError, match="no stage cluster"):
+        passes.stage(tmp_path, "cluster")
