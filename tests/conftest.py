@@ -6,13 +6,17 @@ import shutil
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # One folder for what tests and their processes leave, also those that are killed;
+    # it goes when the process that made it ends. Only pytest's own folders stay.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="clusterjax-tests-")
+    tempfile.tempdir = None
+    atexit.register(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    # Workers and the processes that tests start compile the same programs: once is
-    # enough. The folder goes when the process that made it ends.
-    _compiled = tempfile.mkdtemp(prefix="clusterjax-compiled-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
+    # Workers and processes compile the same programs: once is enough.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{os.environ['TMPDIR']}/programs"
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
-    atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
 
 import jax
 import numpy as np
