@@ -115,13 +115,15 @@ def _expected(path: pathlib.Path, kind: str, order: str) -> str:
         return result_tables.cell(path.parent / words[0], *words[1:])
     if len(words) < 2:
         raise errors.UserError(
-            f"table: expected PATH PART [methods=] [columns=]: {order}"
+            f"table: expected PATH PART [methods=] [columns=] [against=]: {order}"
         )
     keys: dict[str, list[str]] = {}
     for word in words[2:]:
         name, equals, items = word.partition("=")
-        if name not in ("methods", "columns") or not equals:
-            raise errors.UserError(f"{word!r}: expected methods=... or columns=...")
+        if name not in ("methods", "columns", "against") or not equals:
+            raise errors.UserError(
+                f"{word!r}: expected methods=..., columns=... or against=..."
+            )
         keys[name] = published.names(items)
     table = result_tables.render(path.parent / words[0], words[1], **keys)
     return f"\n{table}\n"

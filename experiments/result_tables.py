@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ def render(
     *,
     methods: Sequence[str] = (),
     columns: Sequence[str] = (),
+    against: Sequence[str] = (),
 ) -> str:
     """Markdown of one part of a saved result.
 
@@ -29,6 +31,8 @@ def render(
         (command, versions, machine); of a benchmark: the name of a table, or `made`.
       methods: rows of these methods only, in this order; () = all.
       columns: these columns only, besides the first; () = those of the part.
+      against: the methods that differences are taken to instead of `full` and `random`,
+        one or both; their names stand in the heads.
 
     Raises:
       errors.UserError: something named does not exist; what does is listed.
@@ -45,7 +49,7 @@ def render(
             return comparison.caption(result)
         if part == "made":
             return made(value)
-        heads, rows = _comparison_table(result, part)
+        heads, rows = _comparison_table(_against(result, against), part)
     rows = _chosen_rows(rows, methods)
     return markdown(*_chosen_columns(heads, rows, columns))
 
@@ -90,6 +94,19 @@ def made(value: Mapping[str, Any]) -> str:
     return text + "."
 
 
+def _against(
+    result: comparison.Comparison, methods: Sequence[str]
+) -> comparison.Comparison:
+    """The same rows beside other reference methods."""
+    names = {row.method for row in result.rows}
+    if unknown := [method for method in methods if method not in names]:
+        raise errors.UserError(
+            f"no method {unknown[0]!r}; there are {', '.join(sorted(names))}"
+        )
+    full, random = [*methods, *(result.full, result.random)[len(methods) :]][:2]
+    return dataclasses.replace(result, full=full, random=random)
+
+
 def _comparison_table(
     result: comparison.Comparison, part: str
 ) -> tuple[Sequence[str], list[tuple[str, ...]]]:
@@ -99,7 +116,8 @@ def _comparison_table(
             raise errors.UserError("the comparison did not measure the mechanism")
         return comparison.MECHANISM_HEADS, rows
     if part == "reach":
-        return reaching.HEADS, reaching.table(result)
+        heads = [head.replace("full", result.full) for head in reaching.HEADS]
+        return heads, reaching.table(result)
     rows = comparison.table(result)
     used = comparison.used_columns(rows)
     first = comparison.MAIN_COLUMNS
@@ -111,7 +129,8 @@ def _comparison_table(
     if part not in parts:
         raise errors.UserError(f"no part {part!r}; there are {', '.join(PARTS)}")
     shown = [i for i in used if parts[part](i)]
-    heads = [comparison.HEADS[i] for i in shown]
+    names = {"− full": f"− {result.full}", "− random": f"− {result.random}"}
+    heads = [names.get(head := comparison.HEADS[i], head) for i in shown]
     return heads, [tuple(row[i] for i in shown) for row in rows]
 
 

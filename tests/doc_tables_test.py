@@ -133,6 +133,20 @@ def test_rows_and_columns_can_be_chosen(folder):
     assert "experiments.compare` on " in result_tables.render(path, "made")
 
 
+def test_differences_to_other_methods_carry_their_names(folder):
+    path = folder / "docs" / "results" / "big" / "results.json"
+    text = result_tables.render(
+        path, "main", columns=["− random", "− full"], against=["random", "full"]
+    )
+    # Names and references change places together.
+    plain = result_tables.render(path, "main", columns=["− random", "− full"])
+    assert text == plain
+    reach = result_tables.render(path, "reach", against=["random"])
+    assert "| last loss / random |" in reach.splitlines()[0]
+    with pytest.raises(errors.UserError, match="no method 'best'; there are full,"):
+        result_tables.render(path, "main", against=["best"])
+
+
 def test_published_results_are_small_and_portable(folder, result):
     path = folder / "docs" / "results" / "big" / "results.json"
     text = path.read_text()
