@@ -37,6 +37,8 @@ class Ledger:
     def __init__(self, folder: epath.PathLike):
         self._path = epath.Path(folder) / "ledger.json"
         self.entries: list[Entry] = []
+        # Of the stages that are open: what stages inside them took.
+        self._inside: list[tuple[float, float]] = []
         if self._path.exists():
             self.entries = [Entry(**item) for item in files.read_json(self._path)]
 
@@ -47,14 +49,23 @@ class Ledger:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Entry]:
-        """Times a stage, prints its line and adds it to what it took before."""
+        """Times a stage, prints its line and adds it to what it took before.
+
+        A stage inside another one (features that are renewed while training) counts as
+        itself only.
+        """
         entry = Entry(name, 0.0)
         begin, busy = time.monotonic(), time.process_time()
+        self._inside.append((0.0, 0.0))
         try:
             yield entry
         finally:  # the seconds of a stage that failed were spent all the same
             seconds, spent = time.monotonic() - begin, time.process_time() - busy
-            self.add(name, seconds, entry.detail, spent)
+            others, others_spent = self._inside.pop()
+            if self._inside:
+                before, before_spent = self._inside[-1]
+                self._inside[-1] = before + seconds, before_spent + spent
+            self.add(name, seconds - others, entry.detail, spent - others_spent)
 
     def add(
         self, name: str, seconds: float, detail: str = "", processor_seconds: float = 0

@@ -99,3 +99,17 @@ def test_ledger_adds_up_over_restarts(tmp_path):
     assert entries["train"].seconds == 5.0
     assert entries["train"].detail == "first"
     assert entries["report"].seconds >= 0
+
+
+def test_a_stage_inside_another_counts_once(tmp_path, monkeypatch):
+    now = iter([0.0, 10.0, 13.0, 14.0, 16.0, 20.0])
+    monkeypatch.setattr(ledger_lib.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(ledger_lib.time, "process_time", lambda: 0.0)
+    ledger = ledger_lib.Ledger(tmp_path)
+    with ledger.stage("train"):
+        for _ in range(2):
+            with ledger.stage("features"):
+                pass
+    seconds = {entry.stage: entry.seconds for entry in ledger.entries}
+    # From 10 to 13 and from 14 to 16 features, the rest of 20 seconds training.
+    assert seconds == {"features": 5.0, "train": 15.0} and ledger.total == 20

@@ -134,9 +134,11 @@ def _unknown(size: int, clusters: int, dim: int, axes: tuple[str, ...]) -> _Boun
 
 
 def _renewed(bounds: _Bounds, renew: jax.Array) -> _Bounds:
-    """Forgets everything, where `renew`."""
+    """Forgets everything, where `renew`: rows without a label are read."""
     return bounds._replace(
         label_n=jnp.where(renew, -1, bounds.label_n),
+        moved_K=jnp.where(renew, 0, bounds.moved_K),
+        fled_T=jnp.where(renew, 0, bounds.fled_T),
         total_KE=jnp.where(renew, 0, bounds.total_KE),
     )
 
@@ -202,8 +204,7 @@ def _read_all(
         *found, change_KE = look(*parts, change_KE)
         return change_KE, tuple(found)
 
-    zero_KE = jnp.zeros_like(total_KE) + 0 * shard[1][0]
-    change_KE, found = jax.lax.scan(body, zero_KE, in_blocks)
+    change_KE, found = jax.lax.scan(body, _nothing(total_KE, shard), in_blocks)
     return *(a.reshape(-1, *a.shape[2:]) for a in found), change_KE
 
 
@@ -230,9 +231,14 @@ def _read_some(
         known = [a.at[row_b].set(b, mode="drop") for a, b in zip(known, found)]
         return *known, change_KE
 
-    zero_KE = jnp.zeros_like(total_KE) + 0 * shard[1][0]
     num_blocks = -(-jnp.sum(unsure_n) // block)
-    return jax.lax.fori_loop(0, num_blocks, body, (*known, zero_KE))
+    start = *known, _nothing(total_KE, shard)
+    return jax.lax.fori_loop(0, num_blocks, body, start)
+
+
+def _nothing(total_KE: jax.Array, shard: _Arrays) -> jax.Array:
+    """Zeros of that shape that differ between shards, as the sums will."""
+    return jnp.zeros_like(total_KE) + 0 * shard[1][0]
 
 
 def _look(
