@@ -4,7 +4,7 @@
 
 Model and data come from the commands in configs/smollm2_real.py; other places go in as
 `--set model.path=DIR`. The budget is what the paper's setting keeps at its ratio 0.5.
-`--seeds` and `--methods` run a part; a second start goes on where the first one stopped.
+`--seeds` and `--methods` run a part; a second start goes on where the first stopped.
 """
 
 from experiments import grid
