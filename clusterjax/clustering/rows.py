@@ -200,7 +200,7 @@ def _measure(
 ) -> _Measures:
     axes = data_axes(mesh)
 
-    def local(x_ND: jax.Array, w_N: jax.Array) -> _Measures:
+    def local(x_ND: jax.Array, w_N: jax.Array) -> tuple[jax.Array, ...]:
         dim = x_ND.shape[1]
 
         def body(sums_2D: jax.Array, part: tuple) -> tuple[jax.Array, jax.Array]:
@@ -220,14 +220,15 @@ def _measure(
             finite_N &= (square_N > 0) | ~_is_real(x_ND, num_rows, axes, mesh)
         total = jax.lax.psum(jnp.sum(w_N), axes)
         mean_D, second_D = jax.lax.psum(sums_2D, axes) / total
-        return _Measures(mean_D, jnp.mean(second_D - mean_D**2), square_N, finite_N)
+        return mean_D, jnp.mean(second_D - mean_D**2), square_N, finite_N
 
-    return jax.shard_map(
+    found = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(P(axes), P(axes)),
-        out_specs=_Measures(P(), P(), P(axes), P(axes)),
+        out_specs=(P(), P(), P(axes), P(axes)),
     )(values_ND, weight_N)
+    return _Measures(*found)
 
 
 @functools.partial(jax.jit, static_argnames=("spherical", "mesh"))
