@@ -209,6 +209,32 @@ def test_rows_that_cannot_change_are_not_read(rng):
     assert np.isnan(read(rows.values_ND * np.nan, centers + 10, moved)[0].upper_n).all()
 
 
+def test_the_last_row_counts_once_when_it_is_picked_out():
+    # Only the last of 512 rows is between the centres; it goes over when they move.
+    values = np.where(np.arange(512) % 2, 10.0, 0.0)[:, None].astype(np.float32)
+    values[-1] = 4.9
+    rows = rows_lib.place(values, None, None, block_rows=256)
+    assert len(rows.values_ND) == 512
+    options = restarts.loop_options(rows, 2)
+    nothing = bounded._Bounds(
+        label_n=jnp.full(512, -1),
+        upper_n=jnp.zeros(512),
+        lower_nT=jnp.zeros((512, 2)),
+        moved_K=jnp.zeros(2),
+        fled_T=jnp.zeros(2),
+        total_KE=jnp.zeros((2, 2)),
+    )
+    # Where the rows lie far from the origin, both move along.
+    centers = jnp.array([[0.0], [10.0]]) - rows.offset_D[None]
+    data = rows.values_ND, rows.weight_N, rows.square_N
+    bounds, _ = bounded._read(*data, centers, nothing, options)
+    moved = bounded._moved(bounds, jnp.full((2, 1), -1.0))
+    bounds, change = bounded._read(*data, centers - 1, moved, options)
+    assert list(bounds.label_n[-3:]) == [1, 0, 1]
+    last = 4.9 - float(rows.offset_D[0])
+    np.testing.assert_allclose(change, [[-last, -1], [last, 1]], rtol=1e-5)
+
+
 @pytest.mark.parametrize("far", [False, True])
 def test_rows_move_only_where_they_lie_far_from_the_origin(rng, far):
     values = (rng.normal(size=(500, 4)) + (50 if far else 0.3)).astype(np.float32)
