@@ -19,25 +19,30 @@ from clusterjax import errors, files, models
 from experiments.harness import scoring, skill_tasks
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Arguments of `evaluate`."""
+    found = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
+    found.add_argument(
         "--model", required=True, help="Hugging Face directory, or builtin"
     )
-    parser.add_argument("--tasks", required=True, help="names, by commas")
-    parser.add_argument("--include_path", help="folder of more task files")
-    parser.add_argument("--num_fewshot", type=int, help="examples before the question")
-    parser.add_argument("--limit", type=float, help="documents, or a share of them")
-    parser.add_argument("--batch_size", type=int, default=16, help="rows")
-    parser.add_argument("--max_length", type=int, help="tokens; default: the model's")
-    parser.add_argument("--dtype", default="float32", help="of parameters and products")
-    parser.add_argument(
+    found.add_argument("--tasks", required=True, help="names, by commas")
+    found.add_argument("--include_path", help="folder of more task files")
+    found.add_argument("--num_fewshot", type=int, help="examples before the question")
+    found.add_argument("--limit", type=float, help="documents, or a share of them")
+    found.add_argument("--batch_size", type=int, default=16, help="rows")
+    found.add_argument("--max_length", type=int, help="tokens; default: the model's")
+    found.add_argument("--dtype", default="float32", help="of parameters and products")
+    found.add_argument(
         "--chat", action="store_true", help="use the tokenizer's chat template"
     )
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file for the results")
-    options = parser.parse_args(argv)
+    found.add_argument("--output", type=pathlib.Path, help="JSON file for the results")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(argv)
     try:
         results = evaluate(options)
     except errors.UserError as error:

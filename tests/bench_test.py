@@ -1,8 +1,8 @@
 """What the benchmarks compute besides times: agreement, medians, ratios."""
 
 import argparse
+import importlib
 import json
-import pathlib
 
 import numpy as np
 import pytest
@@ -10,14 +10,22 @@ import pytest
 from clusterjax import errors
 from clusterjax.features import agreement
 from experiments.bench import __main__ as bench
-from experiments.bench import attribution, clustering, passes, planning, record
+from experiments.bench import (
+    answers,
+    attribution,
+    clustering,
+    collecting,
+    passes,
+    planning,
+    record,
+)
 
 
 def test_every_subject_is_a_module():
-    folder = pathlib.Path(bench.__file__).parent
+    """All in one process: settings of one must not clash with those of another."""
     for subject in bench.SUBJECTS:
-        text = (folder / f"{subject}.py").read_text(encoding="utf-8")
-        assert "def main(" in text, subject
+        module = importlib.import_module(f"experiments.bench.{subject}")
+        assert callable(module.main), subject
 
 
 def test_agreement_of_inner_products(rng):
@@ -63,6 +71,23 @@ def test_clustering_rows_are_medians_and_ratios_within_a_turn(capsys):
     assert "1.05000 × our inertia" in capsys.readouterr().out
 
 
+def test_collecting_is_told_by_medians_and_ratios_within_a_round():
+    def rounds(*wall):
+        return [{"wall": w, "processor": 2 * w} for w in wall]
+
+    found = {
+        "examples": 8,
+        "tokens": 900,
+        "rounds": {"step": rounds(1, 2, 4), "collects": rounds(1.5, 2.2, 9)},
+        "flops_ratio": 1.02,
+    }
+    steps, setup = collecting.tables(found)
+    assert steps.rows[0] == ("step", 2, 4, 1, 1)
+    # Ratios within a round are 1.5, 1.1 and 2.25.
+    assert steps.rows[1] == ("collects", 2.2, 4.4, 1.5, 1.5)
+    assert setup.rows[-1][1] == 1.02
+
+
 def test_planning_notes_blocks_in_milliseconds(capsys):
     timed = planning.Times()
     with timed("  select"):
@@ -106,3 +131,47 @@ def test_a_cheaper_pass_is_measured_by_full_training(tmp_path):
     assert texts == [("cheap", "3.0", "4.0", "0.2500", "0.500", "0.250", "–", "1.000")]
     with pytest.raises(errors.UserError, match="no stage cluster"):
         passes.stage(tmp_path, "cluster")
+
+
+def test_answers_are_paired_with_those_of_random():
+    def of(**by_task):
+        return {f"skills_{task}": value for task, value in by_task.items()}
+
+    found = {
+        "paper": {
+            0: of(choice=0.5, exact=0.1, bits=2.0),
+            1: of(choice=0.7, exact=0.1, bits=2.5),
+        },
+        "random": {
+            0: of(choice=0.4, exact=0.2, bits=2.1),
+            1: of(choice=0.5, exact=0.2, bits=2.4),
+            2: of(choice=0.9, exact=0.2, bits=9.0),
+        },
+    }
+    paper, random = answers.table(found).texts()
+    # Differences 0.1 and 0.2: half of a 95 % t-interval is 12.706 × 0.05.
+    assert paper[:4] == ("paper", "2", "0.600 ± 1.271", "+0.150 ± 0.635")
+    assert paper[5] == "−0.100 ± 0.000" and paper[7] == "+0.000 ± 1.271"
+    assert random[1] == "3" and random[3] == random[5] == random[7] == "–"
+
+
+def test_answers_are_kept_in_the_run_folder(tmp_path, monkeypatch):
+    asked = []
+
+    def evaluate(options):
+        asked.append((options.model, options.tasks))
+        return {
+            "skills_choice": {"acc,none": 0.25, "acc_norm,none": 0.5},
+            "skills_exact": {"exact_match,none": 0.0},
+            "skills_bits": {"bits_per_byte,none": 2.5},
+        }
+
+    monkeypatch.setattr(answers.evaluate, "evaluate", evaluate)
+    with pytest.raises(errors.UserError, match="train.save_model=True"):
+        answers.scores(tmp_path)
+    (tmp_path / "model").mkdir()
+    expected = {"skills_choice": 0.25, "skills_exact": 0.0, "skills_bits": 2.5}
+    assert answers.scores(tmp_path) == answers.scores(tmp_path) == expected
+    assert asked == [(f"{tmp_path}/model", "skills_choice,skills_exact,skills_bits")]
+    with pytest.raises(errors.UserError, match="best: the results hold"):
+        answers.measure([], ["best"])

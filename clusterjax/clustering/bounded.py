@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from clusterjax.clustering import rows as rows_lib
 
 # Lower bounds kept for each row: as many groups of centres.
 GROUPS = 16
-# Changed rows of a block that are added up one by one.
+# Rows that go over to another centre are added there so many at a time.
 _CHUNK = 256
 # Sums are taken anew so often, as adding and taking away rows leaves rounding.
 _RENEW_EVERY = 64
@@ -31,7 +31,8 @@ _RENEW_EVERY = 64
 _ROUNDING = 4e-6
 
 _Arrays = Sequence[jax.Array]
-_Look = Callable[..., _Arrays]
+_Look = Callable[[jax.Array, jax.Array], _Arrays]
+_Body = Callable[[jax.Array, Any], Any]
 
 
 class _Bounds(NamedTuple):
@@ -178,95 +179,63 @@ def _read(
     lower_n = functools.reduce(jnp.minimum, (bounds.lower_nT - bounds.fled_T[None]).T)
     unsure_n = ((bounds.label_n < 0) | (upper_n >= lower_n)) & (w_n > 0)
     count = jnp.sum(unsure_n)
-    shard = x_nD, w_n, square_n
+    shard = x_nD, square_n
     known = bounds.label_n, bounds.upper_n, bounds.lower_nT
-    look = functools.partial(_look, centers_KD, bounds, options)
-    # Reading on is faster than picking out most of the rows.
-    *known, change_KE = jax.lax.cond(
-        count > 0.6 * len(x_nD),
-        lambda: _read_all(look, shard, known, bounds.total_KE, options.block),
-        lambda: _read_some(
-            look, shard, known, bounds.total_KE, unsure_n, options.block
-        ),
+    look = functools.partial(_look, centers_KD, bounds)
+    # Reading on is faster than picking out nearly all rows.
+    label_n, upper_n, lower_nT = jax.lax.cond(
+        count > 0.85 * len(x_nD),
+        lambda: _read_all(look, shard, options.block),
+        lambda: _read_some(look, shard, known, unsure_n, options.block),
     )
-    label_n, upper_n, lower_nT = known
+    change_KE = _change(x_nD, w_n, bounds.label_n, label_n, len(centers_KD), options)
     bounds = bounds._replace(label_n=label_n, upper_n=upper_n, lower_nT=lower_nT)
     return bounds, change_KE
 
 
-def _read_all(
-    look: _Look, shard: _Arrays, known: _Arrays, total_KE: jax.Array, block: int
-) -> _Arrays:
-    """New (label_n, upper_n, lower_nT, change_KE), from all rows in turn."""
-    in_blocks = [a.reshape(-1, block, *a.shape[1:]) for a in (*shard, known[0])]
-
-    def body(change_KE: jax.Array, parts: list[jax.Array]) -> tuple[jax.Array, _Arrays]:
-        *found, change_KE = look(*parts, change_KE)
-        return change_KE, tuple(found)
-
-    change_KE, found = jax.lax.scan(body, _nothing(total_KE, shard), in_blocks)
-    return *(a.reshape(-1, *a.shape[2:]) for a in found), change_KE
+def _read_all(look: _Look, shard: _Arrays, block: int) -> _Arrays:
+    """New (label_n, upper_n, lower_nT), from all rows in turn."""
+    in_blocks = [a.reshape(-1, block, *a.shape[1:]) for a in shard]
+    found = jax.lax.map(lambda parts: look(*parts), in_blocks)
+    return [a.reshape(-1, *a.shape[2:]) for a in found]
 
 
 def _read_some(
-    look: _Look,
-    shard: _Arrays,
-    known: _Arrays,
-    total_KE: jax.Array,
-    unsure_n: jax.Array,
-    block: int,
+    look: _Look, shard: _Arrays, known: _Arrays, unsure_n: jax.Array, block: int
 ) -> _Arrays:
     """As `_read_all`, from the rows `unsure_n` alone."""
-    size = len(unsure_n)
-    chosen_n = jnp.nonzero(unsure_n, size=size, fill_value=size)[0]
 
-    def body(i: jax.Array, carry: _Arrays) -> _Arrays:
-        *known, change_KE = carry
-        row_b = jax.lax.dynamic_slice(chosen_n, (i * block,), (block,))
-        x_bD, w_b, square_b, old_b = (
-            a.at[row_b].get(mode="clip") for a in (*shard, known[0])
-        )
-        w_b = jnp.where(row_b < size, w_b, 0)
-        *found, change_KE = look(x_bD, w_b, square_b, old_b, change_KE)
-        known = [a.at[row_b].set(b, mode="drop") for a, b in zip(known, found)]
-        return *known, change_KE
+    def body(row_b: jax.Array, known: _Arrays) -> _Arrays:
+        found = look(*(a.at[row_b].get(mode="clip") for a in shard))
+        return [a.at[row_b].set(b, mode="drop") for a, b in zip(known, found)]
 
-    num_blocks = -(-jnp.sum(unsure_n) // block)
-    start = *known, _nothing(total_KE, shard)
-    return jax.lax.fori_loop(0, num_blocks, body, start)
+    return _for_each(unsure_n, block, body, list(known))
 
 
-def _nothing(total_KE: jax.Array, shard: _Arrays) -> jax.Array:
-    """Zeros of that shape that differ between shards, as the sums will."""
-    return jnp.zeros_like(total_KE) + 0 * shard[1][0]
+def _for_each(chosen_n: jax.Array, size: int, body: _Body, start: Any) -> Any:
+    """`body(row_b, carry)` for `size` of the chosen rows at a time; n is none."""
+    n = len(chosen_n)
+    row_n = jnp.nonzero(chosen_n, size=n, fill_value=n)[0]
+    row_n = jnp.pad(row_n, (0, -n % size), constant_values=n)
+
+    def step(i: jax.Array, carry: Any) -> Any:
+        return body(jax.lax.dynamic_slice(row_n, (i * size,), (size,)), carry)
+
+    return jax.lax.fori_loop(0, -(-jnp.sum(chosen_n) // size), step, start)
 
 
 def _look(
-    centers_KD: jax.Array,
-    bounds: _Bounds,
-    options: lloyd.Options,
-    x_bD: jax.Array,
-    w_b: jax.Array,
-    square_b: jax.Array,
-    old_b: jax.Array,
-    change_KE: jax.Array,
+    centers_KD: jax.Array, bounds: _Bounds, x_bD: jax.Array, square_b: jax.Array
 ) -> _Arrays:
-    """New (label_b, upper_b, lower_bT) of a block's rows, and the sums' change."""
+    """New (label_b, upper_b, lower_bT) of these rows."""
     half_K = 0.5 * jnp.sum(centers_KD**2, axis=1)
     score_bK = half_K[None] - jnp.matmul(
         x_bD, centers_KD.T, precision=assignment.HIGHEST
     )
-    new_b = assignment.argmin(score_bK)
-    near_b, far_bT = _distances(score_bK, new_b, square_b, half_K)
-    changed_b = (old_b != new_b) & (w_b > 0)
-    change_KE = jax.lax.cond(
-        # Some hundred rows are sooner added one by one than by a product.
-        jnp.sum(changed_b) > _CHUNK,
-        lambda: _add_all(change_KE, x_bD, w_b, old_b, new_b, options),
-        lambda: _add_few(change_KE, x_bD, w_b, old_b, new_b, changed_b),
-    )
-    upper_b = near_b - bounds.moved_K[new_b]
-    return new_b, upper_b, far_bT + bounds.fled_T[None], change_KE
+    label_b = assignment.argmin(score_bK)
+    near_b, far_bT = _distances(score_bK, label_b, square_b, half_K)
+    upper_b = near_b - bounds.moved_K[label_b]
+    return [label_b, upper_b, far_bT + bounds.fled_T[None]]
 
 
 def _distances(
@@ -275,7 +244,7 @@ def _distances(
     """Upper bound [b] to the nearest centre, lower bounds [b, T] to the others."""
     slack_b = _ROUNDING * (square_b + 2 * jnp.max(half_K))
     own_bK = jnp.arange(score_bK.shape[1])[None] == label_b[:, None]
-    near_b = jnp.sum(jnp.where(own_bK, score_bK, 0), axis=1)
+    near_b = jnp.min(score_bK, axis=1)
     others_bKT = _grouped(jnp.where(own_bK, jnp.inf, score_bK), jnp.inf)
     # Slice by slice: XLA's own reduction over a short axis is slow on CPUs.
     parts = [others_bKT[:, i] for i in range(others_bKT.shape[1])]
@@ -286,45 +255,58 @@ def _distances(
     )
 
 
-def _add_all(
-    change_KE: jax.Array,
-    x_bD: jax.Array,
-    w_b: jax.Array,
-    old_b: jax.Array,
-    new_b: jax.Array,
+def _change(
+    x_nD: jax.Array,
+    w_n: jax.Array,
+    old_n: jax.Array,
+    new_n: jax.Array,
+    clusters: int,
     options: lloyd.Options,
 ) -> jax.Array:
-    """Adds a block's rows to their new centres' sums and takes them from the old."""
-    clusters = len(change_KE)
+    """float32 [K, D + 1]: the sums by the new labels less those by the old ones.
 
-    def added(label_b: jax.Array, w_b: jax.Array) -> jax.Array:
-        add = lloyd.scatter if options.scatter else lloyd.one_hot
-        sums_GKD, weight_GK = add(x_bD, w_b, label_b[:, None], clusters)
-        return jnp.concatenate([sums_GKD[0], weight_GK[0][:, None]], axis=1)
-
-    change_KE += added(new_b, w_b)
-    known_b = old_b >= 0
+    Either every row (of weight above 0) had a label before, or none had.
+    """
+    # Differs between shards from the start, as the sums will.
+    zero_KE = jnp.zeros((clusters, x_nD.shape[1] + 1)) + 0 * w_n[0]
     return jax.lax.cond(
-        jnp.any(known_b),
-        lambda: change_KE - added(jnp.maximum(old_b, 0), jnp.where(known_b, w_b, 0)),
-        lambda: change_KE,
+        jnp.any((old_n < 0) & (w_n > 0)),
+        lambda: _summed(zero_KE, x_nD, w_n, new_n, options),
+        lambda: _moves(zero_KE, x_nD, w_n, old_n, new_n),
     )
 
 
-def _add_few(
-    change_KE: jax.Array,
-    x_bD: jax.Array,
-    w_b: jax.Array,
-    old_b: jax.Array,
-    new_b: jax.Array,
-    changed_b: jax.Array,
+def _summed(
+    zero_KE: jax.Array,
+    x_nD: jax.Array,
+    w_n: jax.Array,
+    label_n: jax.Array,
+    options: lloyd.Options,
 ) -> jax.Array:
-    """As `_add_all`, for up to `_CHUNK` rows that have changed."""
-    clusters, size = len(change_KE), len(x_bD)
-    row_c = jnp.nonzero(changed_b, size=min(_CHUNK, size), fill_value=size)[0]
-    w_c1 = w_b.at[row_c].get(mode="fill", fill_value=0)[:, None]
-    x_cE = jnp.concatenate([w_c1 * x_bD.at[row_c].get(mode="clip"), w_c1], axis=1)
-    change_KE = change_KE.at[new_b.at[row_c].get(mode="clip")].add(x_cE)
-    old_c = old_b.at[row_c].get(mode="clip")
-    old_c = jnp.where(old_c < 0, clusters, old_c)
-    return change_KE.at[old_c].add(-x_cE, mode="drop")
+    """Sums of all rows by their labels."""
+    add = lloyd.scatter if options.scatter else lloyd.one_hot
+    in_blocks = [a.reshape(-1, options.block, *a.shape[1:]) for a in (x_nD, w_n)]
+
+    def body(total_KE: jax.Array, parts: _Arrays) -> tuple[jax.Array, None]:
+        x_bD, w_b, label_b = parts
+        sums_GKD, weight_GK = add(x_bD, w_b, label_b[:, None], len(total_KE))
+        part_KE = jnp.concatenate([sums_GKD[0], weight_GK[0][:, None]], axis=1)
+        return total_KE + part_KE, None
+
+    label_nb = label_n.reshape(-1, options.block)
+    return jax.lax.scan(body, zero_KE, (*in_blocks, label_nb))[0]
+
+
+def _moves(
+    zero_KE: jax.Array, x_nD: jax.Array, w_n: jax.Array, old_n: jax.Array, new_n: Any
+) -> jax.Array:
+    """What the rows that go over to another centre add there and take away."""
+
+    def body(row_b: jax.Array, change_KE: jax.Array) -> jax.Array:
+        w_b1 = w_n.at[row_b].get(mode="fill", fill_value=0)[:, None]
+        x_bE = jnp.concatenate([w_b1 * x_nD.at[row_b].get(mode="clip"), w_b1], axis=1)
+        change_KE = change_KE.at[new_n.at[row_b].get(mode="clip")].add(x_bE)
+        return change_KE.at[old_n.at[row_b].get(mode="clip")].add(-x_bE)
+
+    changed_n = (old_n != new_n) & (w_n > 0)
+    return _for_each(changed_n, min(_CHUNK, len(w_n)), body, zero_KE)

@@ -4,6 +4,7 @@ import runpy
 import sys
 
 SUBJECTS = (
+    "answers",
     "attribution",
     "clustering",
     "collecting",

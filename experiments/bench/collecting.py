@@ -1,6 +1,6 @@
 """What `features.during_first_epoch` costs: a training step with and without it.
 
-    python -m experiments.bench.collecting --model DIR
+    python -m experiments.bench collecting [--model DIR] [--output FILE.json]
 
 In turns, in one run: the step as it is, and the step that collects the features of its
 examples. Wall and processor seconds, and the arithmetic that the compiler counts.
@@ -8,14 +8,13 @@ examples. Wall and processor seconds, and the arithmetic that the compiler count
 
 from __future__ import annotations
 
-import statistics
+import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
 
 from clusterjax import (
     allocation,
@@ -23,7 +22,6 @@ from clusterjax import (
     config,
     data,
     datatypes,
-    files,
     models,
     optimizer,
     progress,
@@ -32,12 +30,10 @@ from clusterjax import (
 from clusterjax import input as input_lib
 from clusterjax import mesh as mesh_lib
 from clusterjax import step as step_lib
+from experiments.bench import record
 
-_MODEL = flags.DEFINE_string("model", "builtin", "Hugging Face directory, or builtin.")
-_BATCH = flags.DEFINE_integer("batch_size", 32, "Examples of the step.")
-_LENGTH = flags.DEFINE_integer("max_length", 256, "Longest example, tokens.")
-_ROUNDS = flags.DEFINE_integer("num_rounds", 7, "Times that each is measured.")
-_OUTPUT = flags.DEFINE_string("output", None, "JSON file for the figures.")
+_HEADS = ("", "wall (s)", "processor (s)", "wall / step", "processor / step")
+_DIGITS = (None, 3, 3, 3, 3)
 
 
 class Step:
@@ -67,10 +63,10 @@ class Step:
         return float(self._program.cost_analysis()["flops"])
 
 
-def measure(path: str, num_rounds: int) -> dict[str, Any]:
-    """Median seconds of a step without and with."""
-    tokenizer, model = models.load(path)
-    corpus = _corpus(tokenizer)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a step without and with, round by round, and the arithmetic."""
+    tokenizer, model = models.load(options.model)
+    corpus = _corpus(tokenizer, options)
     mesh = mesh_lib.build(config.MeshConfig(), jax.devices()[:1])
     schedule = _schedule(corpus)
     layout = input_lib.Layout(schedule, corpus, mesh)
@@ -83,32 +79,56 @@ def measure(path: str, num_rounds: int) -> dict[str, Any]:
         "step": lambda: plain(batch),
         "step that collects": lambda: collecting(batch),
     }
-    wall: dict[str, list[float]] = {name: [] for name in runs}
-    processor: dict[str, list[float]] = {name: [] for name in runs}
-    for current in range(num_rounds + 1):
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    for current in range(options.num_rounds + 1):
         for name, run in runs.items():
             begin, worked = time.perf_counter(), time.process_time()
             run()
+            seconds = {
+                "wall": time.perf_counter() - begin,
+                "processor": time.process_time() - worked,
+            }
             if current:  # the first round compiles
-                wall[name].append(time.perf_counter() - begin)
-                processor[name].append(time.process_time() - worked)
-        progress.say(f"  round {current} of {num_rounds}")
+                rounds[name].append(seconds)
+        progress.say(f"  round {current} of {options.num_rounds}")
     return {
-        "model": path,
         "examples": corpus.num_examples,
         "tokens": len(corpus.tokens),
-        "wall_seconds": {n: statistics.median(s) for n, s in wall.items()},
-        "processor_seconds": {n: statistics.median(s) for n, s in processor.items()},
+        "rounds": rounds,
         "flops_ratio": collecting.flops / plain.flops,
     }
 
 
-def _corpus(tokenizer: Any) -> datatypes.Corpus:
+def tables(found: dict[str, Any]) -> list[record.Table]:
+    """Medians of the times, and of the ratios within a round; what was measured."""
+    rounds, rows = found["rounds"], []
+    for name, own in rounds.items():
+        seconds = [
+            record.median([each[clock] for each in own])
+            for clock in ("wall", "processor")
+        ]
+        ratios = [
+            record.median([a[clock] / b[clock] for a, b in zip(own, rounds["step"])])
+            for clock in ("wall", "processor")
+        ]
+        rows.append((name, *seconds, *ratios))
+    labels = {
+        "examples": "examples of the step",
+        "tokens": "tokens of the step",
+        "flops_ratio": "arithmetic of the step that collects, of a step",
+    }
+    return [
+        record.Table("steps", _HEADS, rows, _DIGITS),
+        record.figures_table("setup", found, labels),
+    ]
+
+
+def _corpus(tokenizer: Any, options: argparse.Namespace) -> datatypes.Corpus:
     source = config.SourceConfig(
-        path="builtin:stdlib_functions", max_examples=_BATCH.value
+        path="builtin:stdlib_functions", max_examples=options.batch_size
     )
     return data.load(
-        config.DataConfig(sources=(source,), max_length=_LENGTH.value), tokenizer
+        config.DataConfig(sources=(source,), max_length=options.max_length), tokenizer
     )
 
 
@@ -122,21 +142,27 @@ def _schedule(corpus: datatypes.Corpus) -> allocation.Schedule:
     )
 
 
-def main(argv: list[str]) -> None:
-    del argv
-    found = measure(_MODEL.value, _ROUNDS.value)
-    base = {name: found[name]["step"] for name in ("wall_seconds", "processor_seconds")}
-    print("                       wall s   of a step   processor s   of a step")
-    for name in found["wall_seconds"]:
-        wall, work = found["wall_seconds"][name], found["processor_seconds"][name]
-        print(
-            f"{name:<20} {wall:8.3f} {wall / base['wall_seconds']:11.3f}"
-            f" {work:13.3f} {work / base['processor_seconds']:11.3f}"
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="builtin", help="Hugging Face directory, or builtin"
+    )
+    parser.add_argument("--batch_size", type=int, default=32, help="examples")
+    parser.add_argument("--max_length", type=int, default=256, help="longest, tokens")
+    parser.add_argument("--num_rounds", type=int, default=7, help="measured turns")
+    parser.add_argument("--output", default="", help="JSON file for the figures")
+    options = parser.parse_args(argv)
+    found = measure(options)
+    for table in tables(found):
+        for row in (table.heads, *table.texts()):
+            progress.say(" | ".join(row))
+    if options.output:
+        record.write(
+            options.output, "collecting", tables(found), details=found["rounds"]
         )
-    print(f"arithmetic of the step that collects: {found['flops_ratio']:.4f} of a step")
-    if _OUTPUT.value:
-        files.write_json(_OUTPUT.value, found)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

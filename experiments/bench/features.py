@@ -21,6 +21,7 @@ and hardly in the other.
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -30,24 +31,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from absl import app, flags
 
 from clusterjax import config, data, datatypes, models, progress
 from clusterjax.features import batches, extraction, extractors, model_state
 from experiments.bench import peer_examples, record
-
-_MODEL = flags.DEFINE_string("model", None, "Hugging Face directory of the decoder.")
-_PEER = flags.DEFINE_string(
-    "peer_python", sys.executable, "Python that has torch and transformers."
-)
-_EXAMPLES = flags.DEFINE_integer("num_examples", 64, "Examples of a pass.")
-_GRADIENTS = flags.DEFINE_integer(
-    "num_gradients", 4, "Examples of the per-example gradients by torch.func."
-)
-_LENGTH = flags.DEFINE_integer("max_length", 512, "Longest example, tokens.")
-_TOKENS = flags.DEFINE_integer("batch_tokens", 2048, "Tokens of our batches.")
-_ROUNDS = flags.DEFINE_integer("num_rounds", 3, "Times that every pass is made.")
-_OUTPUT = flags.DEFINE_string("output", None, "JSON file for the figures.")
 
 _PEER_BATCH = 16
 _K = 16
@@ -116,9 +103,10 @@ class Ours:
         model: Any,
         corpus: datatypes.Corpus,
         cfg: config.FeaturesConfig,
+        batch_tokens: int,
         only_body: bool = False,
     ):
-        perf = config.PerfConfig(feature_batch_tokens=_TOKENS.value)
+        perf = config.PerfConfig(feature_batch_tokens=batch_tokens)
         state = model_state.split(model, remat=extractors.remat(cfg, perf))
         where = batches.windows(corpus, None)
         buckets = batches.choose_buckets(
@@ -164,21 +152,24 @@ class _Body:
         return self._body(params, rows)
 
 
-def measure(model_path: str, peer_python: str) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Runs the comparisons; returns their figures."""
-    tokenizer, model = models.load(model_path)
-    corpus = _corpus(tokenizer, _EXAMPLES.value)
+    tokenizer, model = models.load(options.model)
+    corpus = _corpus(tokenizer, options)
     kinds = {
         "proxy": config.FeaturesConfig(),
         "head": config.FeaturesConfig(kind="head", k_in=64, k_out=64),
         "probe": config.FeaturesConfig(kind="probe", k_in=_K, k_out=_K),
     }
-    passes = {kind: Ours(model, corpus, cfg) for kind, cfg in kinds.items()}
-    passes["body"] = Ours(model, corpus, config.FeaturesConfig(), only_body=True)
-    peer = Peer(peer_python, model_path, peer_examples.of(corpus))
+    tokens = options.batch_tokens
+    passes = {kind: Ours(model, corpus, cfg, tokens) for kind, cfg in kinds.items()}
+    passes["body"] = Ours(
+        model, corpus, config.FeaturesConfig(), tokens, only_body=True
+    )
+    peer = Peer(options.peer_python, options.model, peer_examples.of(corpus))
     orders = {
         "torch_proxy": {"run": "proxy", "batch": _PEER_BATCH},
-        "torch_func": {"run": "sketches", "count": _GRADIENTS.value, "k": _K},
+        "torch_func": {"run": "sketches", "count": options.num_gradients, "k": _K},
     }
     runs: dict[str, Callable[[], tuple[Spent, Any]]] = {
         name: found.run for name, found in passes.items()
@@ -187,7 +178,7 @@ def measure(model_path: str, peer_python: str) -> dict[str, Any]:
         runs[name] = lambda order=order: _timed(peer.run(order))
     seconds: dict[str, list[Spent]] = {name: [] for name in runs}
     norms: dict[str, np.ndarray] = {}
-    for current in range(_ROUNDS.value + 1):
+    for current in range(options.num_rounds + 1):
         for name, run in runs.items():
             spent, norms[name] = run()
             if current:
@@ -197,7 +188,10 @@ def measure(model_path: str, peer_python: str) -> dict[str, Any]:
                 f" {spent.processor:.2f} s of processors"
             )
     peer.close()
-    return _figures(corpus, passes["proxy"].work, seconds, norms, peer.description)
+    figures = _figures(
+        corpus, passes["proxy"].work, seconds, norms, options.num_gradients
+    )
+    return figures | {"peer": peer.description}
 
 
 def _figures(
@@ -205,16 +199,15 @@ def _figures(
     work: extraction.Pass,
     seconds: dict[str, list[Spent]],
     norms: dict[str, np.ndarray],
-    peer: str,
+    num_gradients: int,
 ) -> dict[str, Any]:
     """Ratios within each round, clock and processor, and what was measured on."""
-    count = _GRADIENTS.value
     positions = corpus.lengths - 1
     plan = work.plan(
         batches.order(np.arange(corpus.num_examples), work.where, work.buckets)
     )
     # torch.func saw the first examples only: compare by token.
-    by_token = float(positions.sum() / positions[:count].sum())
+    by_token = float(positions.sum() / positions[:num_gradients].sum())
 
     def ratios(above: str, below: str, factor: float = 1.0) -> list[Spent]:
         pairs = zip(seconds[above], seconds[below], strict=True)
@@ -230,7 +223,6 @@ def _figures(
         "longest": int(corpus.lengths.max()),
         "label_share": float(corpus.num_labels.sum() / positions.sum()),
         "our_padding": plan.padding(positions),
-        "peer": peer,
         "proxy_norm_difference": float(
             np.max(np.abs(norms["proxy"] / norms["torch_proxy"] - 1))
         ),
@@ -285,23 +277,40 @@ def _timed(answer: dict[str, Any]) -> tuple[Spent, np.ndarray]:
     return Spent(answer["seconds"], answer["processor"]), np.array(answer["norm"])
 
 
-def _corpus(tokenizer: Any, count: int) -> datatypes.Corpus:
-    source = config.SourceConfig(path="builtin:stdlib_functions", max_examples=count)
-    cfg = config.DataConfig(sources=(source,), max_length=_LENGTH.value)
+def _corpus(tokenizer: Any, options: argparse.Namespace) -> datatypes.Corpus:
+    source = config.SourceConfig(
+        path="builtin:stdlib_functions", max_examples=options.num_examples
+    )
+    cfg = config.DataConfig(sources=(source,), max_length=options.max_length)
     return data.load(cfg, tokenizer)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints and writes the figures."""
-    del argv
-    if not _MODEL.value:
-        raise SystemExit("--model DIR is needed: a Hugging Face directory")
-    found = measure(_MODEL.value, _PEER.value)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="Hugging Face directory")
+    parser.add_argument(
+        "--peer_python",
+        default=sys.executable,
+        help="Python that has torch and transformers",
+    )
+    parser.add_argument("--num_examples", type=int, default=64, help="of a pass")
+    parser.add_argument(
+        "--num_gradients", type=int, default=4, help="examples that torch.func sees"
+    )
+    parser.add_argument("--max_length", type=int, default=512, help="longest, tokens")
+    parser.add_argument("--batch_tokens", type=int, default=2048, help="of our batches")
+    parser.add_argument("--num_rounds", type=int, default=5, help="turns of every pass")
+    parser.add_argument("--output", default="", help="JSON file for the figures")
+    options = parser.parse_args(argv)
+    found = measure(options)
     made = tables(found)
-    if _OUTPUT.value:
+    if options.output:
         said = found["peer"].split(", ")[:2]
         record.write(
-            _OUTPUT.value,
+            options.output,
             "features",
             made,
             details=found,
@@ -314,4 +323,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

@@ -15,6 +15,7 @@ comparisons:
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -25,7 +26,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
 
 from clusterjax import (
     allocation,
@@ -41,20 +41,6 @@ from clusterjax import input as input_lib
 from clusterjax import mesh as mesh_lib
 from clusterjax import step as step_lib
 from experiments.bench import record
-
-_MODEL = flags.DEFINE_string("model", None, "Hugging Face directory of the decoder.")
-_PEER = flags.DEFINE_string(
-    "peer_python",
-    sys.executable,
-    "Python that has torch and transformers; '' leaves the PyTorch loop out.",
-)
-_BATCH = flags.DEFINE_integer("batch_size", 8, "Examples of one step.")
-_LENGTH = flags.DEFINE_integer("max_length", 256, "Longest example, tokens.")
-_STEPS = flags.DEFINE_integer("num_steps", 4, "Different steps.")
-_ROUNDS = flags.DEFINE_integer("num_rounds", 3, "Times that every step is taken.")
-_OUTPUT = flags.DEFINE_string(
-    "output", None, "JSON file for the figures and how they were measured."
-)
 
 # As data collators pad: to the longest of the batch, made up to a multiple of 8.
 _PAD = 8
@@ -159,13 +145,13 @@ def _with_plain_mean(step: Callable[..., Any]) -> Callable[..., Any]:
 class Bench:
     """The batches and our side; `against_peer` and `price_of_weights` measure."""
 
-    def __init__(self, model_path: str, num_steps: int):
-        self._path = model_path
-        tokenizer, model = models.load(model_path)
-        corpus = _corpus(tokenizer, num_steps * _BATCH.value)
+    def __init__(self, options: argparse.Namespace):
+        self._path = options.model
+        tokenizer, model = models.load(options.model)
+        corpus = _corpus(tokenizer, options)
         mesh = mesh_lib.build(config.MeshConfig(), jax.devices()[:1])
-        self._padded = [_padded(corpus, ids) for ids in _batches(corpus, num_steps)]
-        self._packed, self._packed_slots = _packed(corpus, mesh, num_steps)
+        self._padded = [_padded(corpus, ids) for ids in _batches(corpus, options)]
+        self._packed, self._packed_slots = _packed(corpus, mesh, options)
         self._num_labels = int(corpus.num_labels.sum())
         most = max(int((b.loss_weights != 0).sum()) for b in self._padded)
         self._slots = -(-most // 64) * 64
@@ -267,15 +253,16 @@ def _medians(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     return float(wall), float(processor)
 
 
-def _corpus(tokenizer: Any, count: int) -> datatypes.Corpus:
-    """The first `count` usable examples; rows without a label are passed over."""
+def _corpus(tokenizer: Any, options: argparse.Namespace) -> datatypes.Corpus:
+    """The first usable examples, as many as needed; those without a label are not."""
+    count = options.num_steps * options.batch_size
     num_rows, missing = 0, count
     while missing > 0:
         num_rows += missing
         source = config.SourceConfig(
             path="builtin:stdlib_functions", max_examples=num_rows
         )
-        cfg = config.DataConfig(sources=(source,), max_length=_LENGTH.value)
+        cfg = config.DataConfig(sources=(source,), max_length=options.max_length)
         corpus = data.load(cfg, tokenizer)
         missing = count - corpus.num_examples
         if corpus.num_read < num_rows:
@@ -283,9 +270,10 @@ def _corpus(tokenizer: Any, count: int) -> datatypes.Corpus:
     return corpus
 
 
-def _batches(corpus: datatypes.Corpus, num_steps: int) -> list[np.ndarray]:
+def _batches(corpus: datatypes.Corpus, options: argparse.Namespace) -> list[np.ndarray]:
+    shape = options.num_steps, options.batch_size
     order = np.random.default_rng(0).permutation(corpus.num_examples)
-    return list(order[: num_steps * _BATCH.value].reshape(num_steps, _BATCH.value))
+    return list(order[: np.prod(shape)].reshape(shape))
 
 
 def _padded(corpus: datatypes.Corpus, ids: np.ndarray) -> datatypes.Batch:
@@ -307,18 +295,19 @@ def _padded(corpus: datatypes.Corpus, ids: np.ndarray) -> datatypes.Batch:
 
 
 def _packed(
-    corpus: datatypes.Corpus, mesh: jax.sharding.Mesh, num_steps: int
+    corpus: datatypes.Corpus, mesh: jax.sharding.Mesh, options: argparse.Namespace
 ) -> tuple[list[datatypes.Batch], int]:
     """The same examples as the planner packs them, as many to a step."""
     cfg = config.SelectionConfig(method="full", weighting="none")
     plan = selection.select(None, None, cfg, corpus=corpus)
     settings = config.AllocationConfig(
-        batch_size=_BATCH.value, num_epochs=1, row_length=2 * _LENGTH.value
+        batch_size=options.batch_size, num_epochs=1, row_length=2 * options.max_length
     )
     schedule = allocation.allocate(plan, corpus.lengths, corpus.num_labels, settings)
     layout = input_lib.Layout(schedule, corpus, mesh)
     batches = [
-        input_lib.put(layout.rows(i, (0,)).batch, mesh, (0,)) for i in range(num_steps)
+        input_lib.put(layout.rows(i, (0,)).batch, mesh, (0,))
+        for i in range(options.num_steps)
     ]
     return batches, layout.label_slots
 
@@ -340,23 +329,35 @@ def _told(times: dict[str, Seconds]) -> str:
     )
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints and writes the figures."""
-    del argv
-    if not _MODEL.value:
-        raise SystemExit("--model DIR is needed: a Hugging Face directory")
-    bench, found = Bench(_MODEL.value, _STEPS.value), {}
-    if _PEER.value:
-        found |= bench.against_peer(_PEER.value, _ROUNDS.value)
-    found |= bench.price_of_weights(_ROUNDS.value)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="Hugging Face directory")
+    parser.add_argument(
+        "--peer_python",
+        default=sys.executable,
+        help="Python that has torch and transformers; '' leaves the PyTorch loop out",
+    )
+    parser.add_argument("--batch_size", type=int, default=8, help="examples of a step")
+    parser.add_argument("--max_length", type=int, default=256, help="longest, tokens")
+    parser.add_argument("--num_steps", type=int, default=4, help="different steps")
+    parser.add_argument("--num_rounds", type=int, default=5, help="turns of every step")
+    parser.add_argument("--output", default="", help="JSON file for the figures")
+    options = parser.parse_args(argv)
+    bench, found = Bench(options), {}
+    if options.peer_python:
+        found |= bench.against_peer(options.peer_python, options.num_rounds)
+    found |= bench.price_of_weights(options.num_rounds)
     for table in tables(found):
         progress.say(" | ".join(table.heads))
         for row in table.texts():
             progress.say(" | ".join(row))
-    if _OUTPUT.value:
+    if options.output:
         said = found.get("peer", "").split(", ")[:2]
         record.write(
-            _OUTPUT.value,
+            options.output,
             "training",
             tables(found),
             details=found,
@@ -365,4 +366,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()
