@@ -32,6 +32,11 @@ def get_config() -> grid.Comparison:
             "highest loss": {"selection.method": "highest_loss"},
             "k-center": {"selection.method": "k_center"},
             "near duplicates": {"selection.method": "near_duplicate"},
+            "near duplicates, herded": {
+                "selection.method": "near_duplicate",
+                "allocation.order": "herded",
+                **_PROBE,
+            },
             "target": {
                 "selection.method": "target",
                 "selection.target_source": "skills",
