@@ -32,7 +32,7 @@ def get_config() -> grid.Comparison:
             "highest loss": {"selection.method": "highest_loss"},
             "k-center": {"selection.method": "k_center"},
             "near duplicates": {"selection.method": "near_duplicate"},
-            "near duplicates, herded": {
+            "near duplicates herded": {
                 "selection.method": "near_duplicate",
                 "allocation.order": "herded",
                 **_PROBE,
