@@ -30,6 +30,14 @@ def get_config() -> grid.Comparison:
         "example mean": {"selection.normalise": "example"},
         "dedicated": {"allocation.placement": "dedicated"},
     }
+    # What a size is worth by itself, for those whose size differs.
+    sizes = {
+        f"random {count}": {
+            "selection.method": "random",
+            "selection.num_kept": count,
+        }
+        for count in (512, 1536, 2304)
+    }
     features = {
         "head": {"features.kind": "head"},
         "probe": {"features.kind": "probe", "features.dim": 1024},
@@ -44,6 +52,7 @@ def get_config() -> grid.Comparison:
             **keep,
             **clusters,
             **ratio,
+            **sizes,
             **weights,
             **features,
         },
