@@ -141,6 +141,7 @@ class Comparison:
 HEADS = (
     "method",
     "kept",
+    "label tokens kept",
     "steps",
     "held-out loss (nats)",
     "− full",
@@ -154,7 +155,7 @@ HEADS = (
     "exact match",
 )
 # The first columns answer "how good, for how much"; the page gives the rest apart.
-MAIN_COLUMNS = 9
+MAIN_COLUMNS = 10
 
 
 def table(result: Comparison) -> list[tuple[str, ...]]:
@@ -177,6 +178,7 @@ def _table_row(result: Comparison, group: Group) -> tuple[str, ...]:
     return (
         group.title,
         f"{kept:,.0f} ({style.percent(kept / first.examples)})",
+        f"{np.mean([row.kept_labels for row in group.rows]):,.0f}",
         f"{np.mean([row.steps for row in group.rows]):,.0f}",
         intervals.interval(list(loss.values())).text(),
         *differences,

@@ -200,6 +200,7 @@ def test_table_by_hand(result):
     }
     cluster = rows["cluster <b>"]
     assert cluster["kept"] == "100 (33.3 %)"
+    assert cluster["label tokens kept"] == "1,000"
     assert cluster["− full"].startswith("+0.1010 ± 0.002")
     assert cluster["− random"].startswith("−0.0990 ± 0.002")
     assert cluster["mean over sources"].startswith("2.9010 ± ")

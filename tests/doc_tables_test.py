@@ -79,14 +79,14 @@ def test_written_pages_pass_and_changed_numbers_do_not(folder):
     page = folder / "docs" / "page.md"
     text = page.read_text()
     assert doc_tables.check(page) == []
-    assert "| random | 100 (33.3 %) | 8 | 2.3125 ± 0.7941 | +0.2625 ±" in text
+    assert "| random | 100 (33.3 %) | 1,000 | 8 | 2.3125 ± 0.7941 | +0.2625 ±" in text
     assert "Random reaches <!--" in text and "-->2.3125 ± 0.7941<!-- end -->" in text
     assert "<!-- table: nowhere.json main -->\n<!-- end -->" in text  # an example
     page.write_text(text.replace("2.3125", "2.2125"))
     table, value = doc_tables.check(page)
     assert (table.line, value.line) == (3, 10)
-    assert "-| random | 100 (33.3 %) | 8 | 2.2125" in str(table)
-    assert "+| random | 100 (33.3 %) | 8 | 2.3125" in str(table)
+    assert "-| random | 100 (33.3 %) | 1,000 | 8 | 2.2125" in str(table)
+    assert "+| random | 100 (33.3 %) | 1,000 | 8 | 2.3125" in str(table)
     assert doc_tables.main([str(page)]) == 1
     assert doc_tables.main(["--write", str(page)]) == 0
     assert page.read_text() == text
