@@ -35,7 +35,6 @@ def get_config() -> grid.Comparison:
             "near duplicates herded": {
                 "selection.method": "near_duplicate",
                 "allocation.order": "herded",
-                **_PROBE,
             },
             "target": {
                 "selection.method": "target",
