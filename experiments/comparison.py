@@ -235,6 +235,7 @@ MECHANISM_HEADS = (
     "of random subsets",
     "cosine with the start",
     "noise of a plan renewed here",
+    "/ random order, its set",
 )
 _MECHANISM: tuple[Callable[[Mapping[str, Any]], float | None], ...] = (
     lambda found: found["noise"],
@@ -243,6 +244,7 @@ _MECHANISM: tuple[Callable[[Mapping[str, Any]], float | None], ...] = (
     lambda found: found["mean_error_random"],
     lambda found: found.get("cosine"),
     lambda found: found.get("renewed", {}).get("noise"),
+    lambda found: found.get("renewed", {}).get("order_noise"),
 )
 
 
