@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -79,6 +79,15 @@ def tiled(features: np.ndarray, rows: int, rng: np.random.Generator) -> np.ndarr
     return values / np.linalg.norm(values, axis=1, keepdims=True)
 
 
+def datasets(
+    options: argparse.Namespace, rng: np.random.Generator
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The blobs, and the tiled features where there are any."""
+    yield "blobs", blobs(options.rows, options.dim, rng)
+    if options.features:
+        yield "features", tiled(np.load(options.features), options.rows, rng)
+
+
 def peer(python: str, name: str, *arguments: Any) -> dict[str, Any]:
     """Runs one peer; see `clustering_peers`."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("OPENBLAS_")}
@@ -93,10 +102,11 @@ def compare_kmeans(
     name: str,
     values: np.ndarray,
     options: argparse.Namespace,
-    path: pathlib.Path,
+    folder: pathlib.Path,
     details: dict[str, Any],
 ) -> list[Row]:
     """10 restarts of every method, in turns, over the seeds."""
+    path = folder / "values.npy"
     np.save(path, values)
     rows = []
     for k in options.clusters:
@@ -152,7 +162,11 @@ def report(
 
 
 def compare_equal(
-    values: np.ndarray, options: Any, folder: pathlib.Path, details: dict[str, Any]
+    name: str,
+    values: np.ndarray,
+    options: argparse.Namespace,
+    folder: pathlib.Path,
+    details: dict[str, Any],
 ) -> list[Row]:
     """One run from the same start with the same number of iterations."""
     np.save(folder / "values.npy", values)
@@ -185,8 +199,8 @@ def compare_equal(
                     *(folder / "starts.npy", options.iterations),
                 )
             )
-        print(f"equal starts, {options.iterations} iterations, K = {k}:")
-        rows += report(f"blobs, {options.iterations} iterations", k, runs, details)
+        print(f"{name}, equal starts, {options.iterations} iterations, K = {k}:")
+        rows += report(f"{name}, {options.iterations} iterations", k, runs, details)
     return rows
 
 
@@ -292,18 +306,9 @@ def measure(
             found["large"] += million(options.million, folder)
         if "k_center" in parts:
             found["large"] += k_center(options.k_center, rng)
-        if "kmeans" in parts:
-            values = blobs(options.rows, options.dim, rng)
-            path = folder / "values.npy"
-            found["kmeans"] += compare_kmeans("blobs", values, options, path, details)
-            if options.features:
-                values = tiled(np.load(options.features), options.rows, rng)
-                found["kmeans"] += compare_kmeans(
-                    "features", values, options, path, details
-                )
-        if "equal" in parts:
-            values = blobs(options.rows, options.dim, rng)
-            found["equal"] += compare_equal(values, options, folder, details)
+        for part, compare in (("kmeans", compare_kmeans), ("equal", compare_equal)):
+            for data, values in datasets(options, rng) if part in parts else ():
+                found[part] += compare(data, values, options, folder, details)
     heads = {"large": ("what", "wall (s)", "processor (s)")}
     digits = {"large": (None, 1, 1)}
     return [
