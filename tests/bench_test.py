@@ -18,6 +18,7 @@ from experiments.bench import (
     passes,
     planning,
     record,
+    training,
 )
 
 
@@ -69,6 +70,65 @@ def test_clustering_rows_are_medians_and_ratios_within_a_turn(capsys):
     assert rows[1] == ("blobs", 4, "sklearn", 8, 4, 1.05, 3, 3)
     assert details["blobs, K = 4, sklearn"] == runs["sklearn"]
     assert "1.05000 × our inertia" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", ["kmeans", "equal"])
+def test_clustering_is_compared_on_blobs_and_on_features(part, tmp_path, monkeypatch):
+    seen = {}
+
+    def peer(python, name, path, k, *_):
+        values = np.load(path)
+        seen[values.shape] = values
+        return {"wall": 1.0, "processor": 1.0, "inertia": 1.0}
+
+    monkeypatch.setattr(clustering, "peer", peer)
+    features = np.eye(5, 3, dtype=np.float32) + 1
+    np.save(tmp_path / "features.npy", features)
+    options = argparse.Namespace(
+        **{"rows": 40, "dim": 6, "clusters": [2, 3], "seeds": 1, "iterations": 2},
+        **{"features": str(tmp_path / "features.npy"), "peer_python": "none"},
+    )
+    (table,) = clustering.measure(options, [part], {})
+    assert table.name == part
+    found = {(row[0].split(",")[0], row[1]) for row in table.rows}
+    assert found == {(data, k) for data in ("blobs", "features") for k in (2, 3)}
+    # Peers read the very rows that the table names.
+    assert set(seen) == {(40, 6), (40, 3)}
+    directions = features / np.linalg.norm(features, axis=1, keepdims=True)
+    assert np.max(seen[40, 3] @ directions.T, axis=1).min() > 0.9
+
+
+def test_a_training_turn_takes_each_step_twice_and_keeps_both():
+    clock = iter(range(1, 10))
+
+    def step():
+        return training.Seconds(next(clock), 0)
+
+    taken = training.turn({"peer": step, "ours": step})
+    walls = {name: step.wall for name, step in taken.items()}
+    assert walls == {"peer_first": 1, "peer": 2, "ours_first": 3, "ours": 4}
+
+
+def test_training_is_told_by_medians_of_ratios_within_a_turn():
+    def pairs(*wall):
+        return [(w, 2 * w) for w in wall]
+
+    found = {
+        "peer": "torch",
+        "peer_seconds": pairs(4, 6, 8),
+        "ours_seconds": pairs(2, 2, 8),  # ratios 2, 3 and 1
+        "packed_seconds": pairs(1, 3, 2),  # 4, 2 and 4
+        "peer_first_seconds": pairs(5, 5, 5),
+        "ours_first_seconds": pairs(10, 10, 5),  # 0.5, 0.5 and 1
+        "packed_first_seconds": pairs(5, 4, 4),  # 1, 1.25 and 1.25
+        "weighted_seconds": pairs(3, 3, 3),
+        "plain_seconds": pairs(2, 3, 4),
+        **{"tokens": 360, "labels": 90, "weighted_flops_over_plain": 1.5},
+    }
+    speed, ratios, weights = training.tables(found)
+    assert [row[1:] for row in ratios.rows] == [(2, 2), (4, 4), (0.5, 0.5), (1.25,) * 2]
+    assert [row[1:] for row in speed.rows] == [(20, 5), (30, 7.5), (None, 15)]
+    assert [row[1] for row in weights.rows] == [1, 1, 1.5]
 
 
 def test_collecting_is_told_by_medians_and_ratios_within_a_round():

@@ -7,16 +7,20 @@ one run, so that whatever else the machine does meets both. Processor seconds (o
 threads) stand beside wall seconds: other work on the machine changes them little. Three
 comparisons:
 
-- the same padded batches: tokens per second, padding included (of two steps in a row,
-  the second);
+- the same padded batches: tokens per second, padding included;
 - our packed rows against their padded batches: label tokens per second;
 - our step with per-token weights against the same step with a plain mean: FLOPs of the
   compiled program and median seconds.
+
+In the first two each side takes its step twice in a turn. The second is a step as
+training goes on. The first comes after other programs, whose memory has been freed: the
+system then has to give it anew, and the more a step needs the longer that takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -46,6 +50,7 @@ from experiments.bench import record
 # As data collators pad: to the longest of the batch, made up to a multiple of 8.
 _PAD = 8
 _RATE = 1e-5
+_SIDES = ("peer", "ours", "packed")
 
 
 class Seconds(NamedTuple):
@@ -165,11 +170,12 @@ class Bench:
         for current in range(num_rounds + 1):
             for i, batch in enumerate(self._padded):
                 packed = self._packed[i], self._packed_slots
-                now = {
-                    "peer": _settled(peer.step, i),
-                    "ours": _settled(self._ours.step, batch, self._slots),
-                    "packed": _settled(self._ours.step, *packed),
+                sides = {
+                    "peer": functools.partial(peer.step, i),
+                    "ours": functools.partial(self._ours.step, batch, self._slots),
+                    "packed": functools.partial(self._ours.step, *packed),
                 }
+                now = turn(sides)
                 progress.say(f"  round {current}, step {i}: {_told(now)}")
                 if current:  # the first round compiles and warms up
                     rounds.append(now)
@@ -201,11 +207,13 @@ class Bench:
         return {"weighted_flops_over_plain": weighted / plain, **_by_name(rounds)}
 
 
-def _settled(step: Callable[..., Seconds], *arguments: Any) -> Seconds:
-    """The second of two steps, as training goes on: the first one after the other side
-    also pays for gigabytes of memory that a virtual machine has to be given anew."""
-    step(*arguments)
-    return step(*arguments)
+def turn(sides: dict[str, Callable[[], Seconds]]) -> dict[str, Seconds]:
+    """Each side's step twice: `NAME_first` and, as training goes on, `NAME`."""
+    taken = {}
+    for name, step in sides.items():
+        taken[f"{name}_first"] = step()
+        taken[name] = step()
+    return taken
 
 
 def _by_name(rounds: Sequence[dict[str, Seconds]]) -> dict[str, list[Seconds]]:
@@ -221,9 +229,7 @@ def tables(found: dict[str, Any]) -> list[record.Table]:
     }
     result = []
     if "peer" in found:
-        peer, ours, packed = (
-            seconds[f"{name}_seconds"] for name in ("peer", "ours", "packed")
-        )
+        peer, ours, packed = (seconds[f"{name}_seconds"] for name in _SIDES)
         sides = (
             ("PyTorch, padded batches", peer, found["tokens"]),
             ("ours, the same batches", ours, found["tokens"]),
@@ -239,9 +245,14 @@ def tables(found: dict[str, Any]) -> list[record.Table]:
         ]
         heads = ("", "tokens per second", "label tokens per second")
         result.append(record.Table("speed", heads, rows))
+        padded = "tokens/s, same padded batches, over PyTorch's"
+        labels = "label tokens/s, packed over PyTorch's padded"
+        first = {name: seconds[f"{name}_first_seconds"] for name in _SIDES}
         ratios = [
-            ("tokens/s, same padded batches, over PyTorch's", *_medians(peer, ours)),
-            ("label tokens/s, packed over PyTorch's padded", *_medians(peer, packed)),
+            (padded, *_medians(peer, ours)),
+            (labels, *_medians(peer, packed)),
+            (f"{padded}, first steps", *_medians(first["peer"], first["ours"])),
+            (f"{labels}, first steps", *_medians(first["peer"], first["packed"])),
         ]
         heads = ("median ratio of a turn", "wall clock", "processor seconds")
         result.append(record.Table("ratios", heads, ratios))
