@@ -79,10 +79,9 @@ def tiled(features: np.ndarray, rows: int, rng: np.random.Generator) -> np.ndarr
     return values / np.linalg.norm(values, axis=1, keepdims=True)
 
 
-def datasets(
-    options: argparse.Namespace, rng: np.random.Generator
-) -> Iterator[tuple[str, np.ndarray]]:
-    """The blobs, and the tiled features where there are any."""
+def datasets(options: argparse.Namespace) -> Iterator[tuple[str, np.ndarray]]:
+    """The blobs, and the tiled features where there are any; the same for all parts."""
+    rng = np.random.default_rng(options.draw)
     yield "blobs", blobs(options.rows, options.dim, rng)
     if options.features:
         yield "features", tiled(np.load(options.features), options.rows, rng)
@@ -277,6 +276,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dim", type=int, default=576)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--draw", type=int, default=0, help="seed of the rows")
     parser.add_argument("--million", type=int, default=1_000_000)
     parser.add_argument("--k_center", type=int, default=20_000)
     parser.add_argument("--features", default="", help=".npy of feature rows")
@@ -297,7 +297,6 @@ def measure(
     options: argparse.Namespace, parts: list[str], details: dict[str, Any]
 ) -> list[record.Table]:
     """Runs the parts; returns a table for each kind of them."""
-    rng = np.random.default_rng(0)
     found: dict[str, list[Row]] = {"large": [], "kmeans": [], "equal": []}
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
@@ -305,9 +304,10 @@ def measure(
         if "million" in parts:
             found["large"] += million(options.million, folder)
         if "k_center" in parts:
+            rng = np.random.default_rng(0)
             found["large"] += k_center(options.k_center, rng)
         for part, compare in (("kmeans", compare_kmeans), ("equal", compare_equal)):
-            for data, values in datasets(options, rng) if part in parts else ():
+            for data, values in datasets(options) if part in parts else ():
                 found[part] += compare(data, values, options, folder, details)
     heads = {"large": ("what", "wall (s)", "processor (s)")}
     digits = {"large": (None, 1, 1)}
