@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from clusterjax import allocation, batching, config, datatypes
+from clusterjax import allocation, batching, config, datatypes, distributed
 from clusterjax import input as input_lib
 from clusterjax import mesh as mesh_lib
 from clusterjax import step as step_lib
@@ -112,11 +112,12 @@ def _updated(schedule, mesh, micro_steps, dtype):
     tx = optax.sgd(1.0)
     places = step_lib.shardings(template, tx, params, {}, mesh)
     step = step_lib.make_step(template, tx, mesh, LABEL_SLOTS)
-    start = jax.tree.map(jnp.copy, params)
-    state = datatypes.TrainState(jnp.int32(0), start, tx.init(start))
+    state = datatypes.TrainState(jnp.int32(0), params, tx.init(params))
     placed = schedule.place(0, mesh_lib.num_shards(mesh), micro_steps)
     new, metrics = step_lib.jit(step, places, mesh)(
-        jax.device_put(state, places.state), {}, _batch(placed, mesh, dtype)
+        distributed.place(state, places.state, copy=True),
+        {},
+        _batch(placed, mesh, dtype),
     )
     assert bool(metrics.is_finite)
     return _flat(new.params)

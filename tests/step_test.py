@@ -9,7 +9,7 @@ import optax
 import pytest
 import training_cases
 
-from clusterjax import datatypes, optimizer
+from clusterjax import datatypes, distributed, optimizer
 from clusterjax import input as input_lib
 from clusterjax import mesh as mesh_lib
 from clusterjax import step as step_lib
@@ -134,7 +134,7 @@ def test_one_sgd_update_equals_the_reference(make_mesh, mesh_shape):
     shards = mesh_lib.local_shards(mesh)
     batch = input_lib.put(layout.rows(0, shards).batch, mesh, shards)
     state = datatypes.TrainState(jnp.int32(0), params, tx.init(params))
-    state = jax.device_put(state, places.state, may_alias=False)
+    state = distributed.place(state, places.state, copy=True)
     run = step_lib.jit(step_lib.make_step(tmpl, tx, mesh, _sizes(layout)), places, mesh)
     state, metrics = run(state, {}, batch)
     update = {n: (before[n] - np.asarray(state.params[n])) / 0.5 for n in before}

@@ -8,6 +8,7 @@ they are, so that nothing of size T × T is ever in memory.
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Literal
 
 import jax
@@ -154,14 +155,26 @@ def choose(mesh: Mesh | None, length: int, window: int | None) -> Kernel:
 
     The devices count, not the machine that compiles: a program for a TPU pod may be
     built where there is none. Triton's kernel knows no window, so a window that is
-    shorter than the row is masked on GPUs.
+    shorter than the row is masked on GPUs. A kernel that the installed JAX does not
+    have is replaced by the masked form, with a warning.
     """
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    fused = None
     if platform == "tpu":
-        return "splash"
-    if platform in ("gpu", "cuda", "rocm") and (window is None or window >= length):
-        return "triton"
-    return "masked"
+        fused = "splash"
+    elif platform in ("gpu", "cuda", "rocm") and (window is None or window >= length):
+        fused = "triton"
+    if fused is None:
+        return "masked"
+    if not fused_attention.is_installed(fused):
+        warnings.warn(
+            f"JAX {jax.__version__} has no {fused} attention kernel: attention is "
+            "masked, slower and with more memory. For the kernel install "
+            "clusterjax[cuda] or clusterjax[tpu], which ask for a JAX that has it.",
+            stacklevel=2,
+        )
+        return "masked"
+    return fused
 
 
 def constrain_rows(x: jax.Array, mesh: Mesh | None) -> jax.Array:

@@ -7,7 +7,10 @@ used: through JAX's public interface it takes packed rows only as a dense bias.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import warnings
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,23 @@ import numpy as np
 # A row is padded to a multiple of this: the smallest tile of both kernels.
 _TILE = 128
 _LARGEST_BLOCK = 512
+
+_MODULES = {
+    "splash": "jax.experimental.pallas.ops.tpu.splash_attention",
+    "triton": "jax.experimental.pallas.ops.gpu.attention",
+}
+
+
+@functools.cache
+def is_installed(kernel: Literal["splash", "triton"]) -> bool:
+    """Whether the installed JAX has the kernel; these modules are experimental ones.
+
+    JAX 0.12.1 left Triton's out (the extra `cuda` asks for an older one).
+    """
+    try:
+        return importlib.util.find_spec(_MODULES[kernel]) is not None
+    except ModuleNotFoundError:  # a package above it is gone
+        return False
 
 
 def splash(
